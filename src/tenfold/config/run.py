@@ -1,0 +1,138 @@
+"""The run file: everything a training run needs to know, section by section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tenfold.config.base import Section
+from tenfold.config.model import ModelConfig
+from tenfold.config.units import Count, Share, Sharing, Until
+
+
+class PrepareConfig(Section):
+    """How text becomes token shards."""
+
+    tokenizer: str | None = Field(None, description="A tokenizer.json to use; unset trains a byte-level BPE.")
+    vocab_size: int = Field(8192, ge=257, description="Entries of the BPE that is trained when none is given.")
+    text_field: str = Field("text", description="The field of a JSONL record that holds the text.")
+    validation_fraction: Share = Field(0.01, description="Share of documents held out for validation.")
+    workers: int = Field(0, ge=0, description="Processes that read and tokenize; 0 is one for each core.")
+
+
+class DataConfig(PrepareConfig):
+    """What to train on."""
+
+    path: str = Field(
+        "python-stdlib",
+        description="Text (a file or folder; plain, JSONL, .gz or .zst), prepared shards, python-stdlib, recipe:NAME.",
+    )
+    cache: str = Field("data", description="Folder where shards made from raw text are kept.")
+    sequence_length: int = Field(1024, gt=0, description="Tokens in one training sequence.")
+
+
+class TrainingConfig(Section):
+    """How long and in what arithmetic."""
+
+    tokens: Count | None = Field(None, gt=0, description="Tokens of the whole run (or give steps).")
+    steps: int | None = Field(None, gt=0, description="Optimizer steps of the whole run (or give tokens).")
+    batch_size: int = Field(64, gt=0, description="Sequences in one optimizer step, over all ranks.")
+    micro_batch_size: int = Field(0, ge=0, description="Sequences in one forward pass; 0 is the whole batch.")
+    seed: int = Field(1, ge=0, description="Fixes initial weights and the order of the data.")
+    precision: Literal["bf16", "fp32"] = Field("bf16", description="Arithmetic of the layers; masters are fp32.")
+    compile: bool = Field(False, description="torch.compile every layer: slow first step, faster ones after.")
+    recompute: bool = Field(False, description="Keep only each segment's input; compute the rest again in backward.")
+    loss_chunk: int = Field(2048, gt=0, description="Tokens whose logits exist at once in the loss.")
+    log_every: int = Field(10, gt=0, description="Steps between lines of metrics.")
+    validate_every: int = Field(0, ge=0, description="Steps between validations; 0 is at stage ends only.")
+    validation_sequences: int = Field(64, gt=0, description="Held-out sequences read at a validation, at most.")
+    device: str = Field("auto", description="auto, cpu, or cuda.")
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if (self.tokens is None) == (self.steps is None):
+            raise ValueError("give either training.tokens or training.steps, one of the two")
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size = {self.batch_size} is not a multiple of micro_batch_size = {self.micro_batch_size}"
+            )
+        return self
+
+
+class OptimConfig(Section):
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "adafactor", "muon"] = Field(
+        "adamw",
+        description="adamw (fused), adafactor (factored second moment), or muon (matrices of the layers; the rest adamw).",
+    )
+    lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's second moment.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices; norms, biases, embeddings: none.")
+    clip: float = Field(1.0, ge=0, description="Largest global norm of the gradient; 0 is no clipping.")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field("cosine", description="Decay after the warm-up.")
+    warmup: Share = Field(0.02, description="Share of the run's tokens over which the rate rises from 0.")
+    decay: Share = Field(0.2, description="Share of the run's tokens over which wsd falls at the end.")
+    final: Share = Field(0.1, description="Share of the peak rate that is left at the end.")
+
+
+class CheckpointConfig(Section):
+    """When the run is saved."""
+
+    every: int = Field(500, ge=0, description="Steps between checkpoints; 0 is only at stage ends and when stopped.")
+    keep: int = Field(2, gt=0, description="Newest checkpoints kept; the last of each stage stays besides.")
+
+
+class StageConfig(Section):
+    """A stretch of training with one sharing pattern. Each pattern refines the one before it."""
+
+    name: str = Field("real", min_length=1, description="What the stage is called in logs and plots.")
+    sharing: Sharing = Field("none", description="Which layers share one set of weights.")
+    until: Until = Field(None, description="Where the stage ends; the last stage runs to the end of training.")
+    moments: Literal["copy", "rescale", "reset"] = Field(
+        "rescale", description="What optimizer state freed layers start from when this stage begins."
+    )
+    batch_size: int | None = Field(None, gt=0, description="Sequences in one step of this stage; unset: the run's.")
+    lr_scale: float = Field(1.0, gt=0, description="Multiplies the learning rate in this stage.")
+    rewarm: int = Field(0, ge=0, description="Steps over which the rate rises again when this stage begins.")
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig(steps=1000)
+    optim: OptimConfig = OptimConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    stages: list[StageConfig] = Field([StageConfig()], min_length=1, description="Stages in order.")
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        for number, stage in enumerate(self.stages[:-1]):
+            if stage.until is None:
+                raise ValueError(f"stages.{number} ({stage.name}) needs `until`: only the last stage may leave it out")
+        if self.stages[-1].until is not None:
+            raise ValueError(
+                f"stages.{len(self.stages) - 1} ({self.stages[-1].name}) is the last stage and runs to the end of "
+                "training: leave `until` out"
+            )
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            raise ValueError(f"stages need different names; these are {', '.join(names)}")
+        for number, stage in enumerate(self.stages):
+            size, micro = stage.batch_size or self.training.batch_size, self.training.micro_batch_size
+            if micro and size % micro:
+                raise ValueError(
+                    f"stages.{number}.batch_size = {size} is not a multiple of training.micro_batch_size = {micro}"
+                )
+        if self.model.positions == "learned" and self.data.sequence_length > (self.model.max_positions or 10**12):
+            raise ValueError(
+                f"data.sequence_length = {self.data.sequence_length} is more than "
+                f"model.max_positions = {self.model.max_positions}"
+            )
+        return self

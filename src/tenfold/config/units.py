@@ -1,0 +1,132 @@
+"""Quantities as people write them ("2B" tokens, "20%", "groups=4"): one parser each, for run files and flags alike."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+from tyro.constructors import PrimitiveConstructorSpec
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMBT]?)")
+_MULTIPLE = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_count(value: Any) -> int:
+    """A whole number, given as an integer or as text such as "500k", "2B" or "1.5M" (powers of ten)."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError('expected a whole number, or text such as "500k" or "2B"')
+    if isinstance(value, int):
+        return value
+    match = _COUNT.fullmatch(value.strip().replace("_", ""))
+    if match is None:
+        raise ValueError(f'cannot read {value!r} as a count; write for example 2000000, "2M" or "1.5B"')
+    number = float(match[1]) * _MULTIPLE[match[2]] if "." in match[1] else int(match[1]) * _MULTIPLE[match[2]]
+    if number != int(number):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(number)
+
+
+def parse_share(value: Any) -> float:
+    """A share between 0 and 1, given as a number or as text such as "20%"."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)):
+        value = float(match[1]) / 100
+    elif isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            raise ValueError(f'cannot read {value!r} as a share; write for example 0.2 or "20%"') from None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError("a share lies between 0 and 1 (or 0% and 100%)")
+    return float(value)
+
+
+def _flag(parse: Any, metavar: str, show: Any = str) -> Any:
+    """How tyro reads such a value from one word of the command line."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: parse(words[0]),
+        is_instance=lambda _: True,
+        str_from_instance=lambda value: [show(value)],
+    )
+
+
+Count = Annotated[int, BeforeValidator(parse_count), _flag(parse_count, "N|2M|1.5B")]
+Share = Annotated[float, BeforeValidator(parse_share), _flag(parse_share, "0.2|20%")]
+
+
+def parse_sharing(value: Any) -> str | dict[str, int] | list[int]:
+    """A sharing pattern as it stands in a run file or a flag.
+
+    "all", "none", "sandwich", {groups = 4}, {cycle = 2} or a map such as [0, 0, 1, 1]; on the command line
+    groups=4, cycle=2 and 0,0,1,1.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if text in ("all", "none", "sandwich"):
+            return text
+        if match := re.fullmatch(r"(groups|cycle)\s*=\s*(\d+)", text):
+            value = {match[1]: int(match[2])}
+        elif re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
+            value = [int(part) for part in text.split(",")]
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, number),) = value.items()
+        if kind in ("groups", "cycle") and isinstance(number, int) and not isinstance(number, bool) and number > 0:
+            return {kind: number}
+    if isinstance(value, list | tuple) and value and all(type(block) is int and block >= 0 for block in value):
+        return list(value)
+    raise ValueError(
+        f'cannot read {value!r} as a sharing pattern; write "all", "none", "sandwich", {{groups = 4}}, '
+        "{cycle = 2} or a map from layer to block such as [0, 0, 1, 1]"
+    )
+
+
+def _show_sharing(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{kind}={number}" for kind, number in value.items())
+    return value if isinstance(value, str) else ",".join(map(str, value))
+
+
+Sharing = Annotated[
+    str | dict[str, int] | list[int],
+    BeforeValidator(parse_sharing),
+    _flag(parse_sharing, "all|none|sandwich|groups=N|cycle=N|0,0,1,1", _show_sharing),
+]
+
+
+def parse_until(value: Any) -> dict[str, float | int]:
+    """Where a stage ends: "20%" of the run, {tokens = "2B"} or {steps = 500} counted from the stage's start.
+
+    On the command line 20%, tokens=2B and steps=500.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if text.endswith("%"):
+            return {"share": parse_share(text)}
+        if match := re.fullmatch(r"(tokens|steps|share)\s*=\s*(\S+)", text):
+            value = {match[1]: match[2]}
+    if isinstance(value, dict) and len(value) == 1:
+        ((kind, amount),) = value.items()
+        if kind in ("tokens", "steps"):
+            return {kind: parse_count(amount)}
+        if kind == "share":
+            return {kind: parse_share(amount)}
+    raise ValueError(
+        f'cannot read {value!r} as the end of a stage; write "20%" (of the run), {{tokens = "2B"}} or {{steps = 500}}'
+    )
+
+
+def _show_until(value: Any) -> str:
+    return ",".join(f"{kind}={amount}" for kind, amount in value.items()) if value else "None"
+
+
+def _until_flag(text: str) -> Any:
+    return None if text == "None" else parse_until(text)
+
+
+Until = Annotated[
+    dict[str, float | int] | None,
+    BeforeValidator(lambda value: None if value is None else parse_until(value)),
+    _flag(_until_flag, "20%|tokens=2B|steps=500", _show_until),
+]
