@@ -1,0 +1,121 @@
+"""The display: plain lines without a terminal, a live picture on one, both from the same events."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from tenfold.reporting.display import Display
+from tenfold.reporting.tables import closing_table, dry_run_table
+
+TERMINAL = {"TERM": "xterm-256color"}
+
+
+def show(example: SimpleNamespace, console: Console, quiet: bool = False) -> str:
+    with Display(example.total_tokens, quiet=quiet, console=console) as display:
+        display.note("a [note] with brackets")
+        for event in example.events():
+            display.event(event)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def plain_console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=40)
+
+
+def test_without_a_terminal_there_is_one_plain_line_for_each_logged_step(example: SimpleNamespace) -> None:
+    text = show(example, plain_console())
+    steps = [event for event in example.events() if event["event"] == "step"]
+    titles = [line for line in text.splitlines() if "grad" in line and "of rate" in line]
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert len(titles) == 1
+    rows = [line for line in text.splitlines() if len(line) == len(titles[0]) and line.split()[0].isdigit()]
+    assert len(rows) == len(steps)
+
+
+def test_columns_stand_below_their_titles_whatever_the_numbers(example: SimpleNamespace) -> None:
+    lines = [line for line in show(example, plain_console()).splitlines() if line.startswith("   ")]
+    title = lines[0]
+    end = title.index("loss") + len("loss")
+    assert all(len(line) == len(title) for line in lines)
+    assert all(line[end - 1].isdigit() and line[end] == " " for line in lines[1:])
+
+
+def test_everything_that_happened_has_its_line(example: SimpleNamespace) -> None:
+    text = show(example, plain_console())
+    for part in (
+        "a [note] with brackets",
+        "stage 1/2: pseudo, shares all, 4.39M of 15.2M parameters stored, 240 steps",
+        "step 240: validation loss",
+        "delinked pseudo -> real, stored parameters 4.39M -> 15.2M, optimizer moments: rescale, "
+        "logits equal to the last bit",
+        "stopped at step 400: interrupted (Ctrl-C)",
+        "goes on from step 400",
+        "finished at step 600",
+    ):
+        assert part in text
+
+
+def test_on_a_terminal_every_event_passes_through_the_live_display(example: SimpleNamespace) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, _environ=TERMINAL, width=120, height=40)
+    text = show(example, console)
+    assert "\x1b" in text
+    for part in ("stage 2/2", "of matrix rate", "GiB of 8 GiB", "9.83M of 9.83M tokens", "learning rate", "[note]"):
+        assert part in text
+
+
+def test_the_live_display_stands_before_the_first_event() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, _environ=TERMINAL, width=80)
+    with Display(1000, console=console):
+        pass
+    assert "measuring" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_quiet_shows_nothing(example: SimpleNamespace) -> None:
+    assert show(example, Console(file=io.StringIO(), force_terminal=True), quiet=True) == ""
+
+
+def test_time_left_is_from_the_recent_rate_of_the_current_stage() -> None:
+    display = Display(1000, console=plain_console())
+    assert display.seconds_left() is None
+    display.event({"event": "step", "step": 1, "stage": "a", "tokens": 100, "tokens_per_second": 90.0})
+    assert display.seconds_left() == pytest.approx(10)
+    display.event({"event": "step", "step": 2, "stage": "b", "tokens": 500, "tokens_per_second": 5.0})
+    assert display.seconds_left() == pytest.approx(100)
+
+
+def test_a_step_with_missing_numbers_is_shown_with_dashes() -> None:
+    console = plain_console()
+    with Display(1000, console=console) as display:
+        display.event({"event": "step", "step": 1, "stage": "a", "tokens": 10, "loss": None})
+    assert "–" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_closing_table_says_what_the_run_came_to(example: SimpleNamespace) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(
+        closing_table(
+            example.events()[-1], [example.delink, {**example.delink, "logits_equal": False, "max_difference": 0.5}]
+        )
+    )
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for part in ("stored parameters", "4.39M", "unigram loss 6.4120", "bigram loss 4.3180", "equal to the last bit"):
+        assert part in text
+    assert "DIFFERENT, by up to 0.5" in text
+    assert "Read & return" in text
+
+
+def test_the_dry_run_table_has_a_row_for_each_stage(example: SimpleNamespace) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(dry_run_table(example.stages))
+    rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert rows[0].split() == [
+        *("stage", "sharing", "parameters", "stored", "active", "per", "token"),
+        *("FLOPs", "per", "token", "steps", "tokens"),
+    ]
+    assert rows[1].split() == ["pseudo", "all", "15.2M", "4.39M", "7.34M", "48.23M", "240", "3.93M"]
+    assert rows[2].split() == ["real", "none", "15.2M", "15.2M", "7.34M", "48.23M", "360", "5.9M"]

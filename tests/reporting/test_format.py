@@ -1,0 +1,78 @@
+"""How numbers are shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from tenfold.reporting.format import format_bytes, format_count, format_pattern, format_seconds, format_share
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (7, "7"),
+        (999, "999"),
+        (1000, "1k"),
+        (1234, "1.23k"),
+        (845.26, "845.3"),
+        (15_200_000, "15.2M"),
+        (10_050_000_000_000, "10.05T"),
+        (999_999, "1M"),
+        (-2_500_000, "-2.5M"),
+        (100_000, "100k"),
+        (float("nan"), "–"),
+        (None, "–"),
+    ],
+)
+def test_counts(number: float | None, text: str) -> None:
+    assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3 GiB"), (2**40 - 1, "1 TiB"), (None, "–")],
+)
+def test_bytes(number: float | None, text: str) -> None:
+    assert format_bytes(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4213, "0.42 s"),
+        (9.97, "10 s"),
+        (42.4, "42 s"),
+        (59.7, "1m 00s"),
+        (200, "3m 20s"),
+        (3599.9, "1h 00m"),
+        (7500, "2h 05m"),
+        (86_399, "1d 00h"),
+        (273_600, "3d 04h"),
+        (float("inf"), "–"),
+        (None, "–"),
+    ],
+)
+def test_seconds(seconds: float | None, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("all", "all"),
+        ({"groups": 4}, "groups=4"),
+        ([0, 0, 1, 1], "(0,0,1,1)"),
+        ([0] * 24, "24 layers, 1 block"),
+        ([0] * 12 + [1] * 12, "24 layers, 2 blocks"),
+        ([0, 1] * 12, "24 layers, 2 blocks in 24 runs"),
+        (None, "–"),
+    ],
+)
+def test_patterns(pattern: object, text: str) -> None:
+    assert format_pattern(pattern) == text
+
+
+def test_shares() -> None:
+    assert format_share(0.4137) == "41.4%"
+    assert format_share(None) == "–"

@@ -1,0 +1,204 @@
+"""The report: one well-formed page, made from the run directory alone, in every state a run can be in."""
+
+from __future__ import annotations
+
+import html.parser
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tenfold.errors import TenfoldError
+from tenfold.reporting.history import History
+from tenfold.reporting.report import write_report
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags close in order, and keeps what a browser would load, the ids and the visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for key, value in attrs if key in ("src", "href", "xlink:href", "srcset", "action")]
+        self.ids += [value or "" for key, value in attrs if key == "id"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def report(tmp_path: Path, example: SimpleNamespace) -> Callable[..., Page]:
+    """The page of a run with the given events and config."""
+
+    def make(**run: Any) -> Page:
+        return Page(write_report(example.write(tmp_path / "run", **run)).read_text(encoding="utf-8"))
+
+    return make
+
+
+def test_a_finished_run_has_its_numbers_and_all_its_plots(report: Callable[..., Page]) -> None:
+    page = report()
+    assert page.tags.count("svg") == 11
+    for part in ("finished", "Final validation loss", "2.4578", "equal to the last bit", "unigram", "6.4120", "4.3180"):
+        assert part in page.text
+    for part in ("interrupted (Ctrl-C)", "Example Processor 9", "412 GFLOP/s, measured", "Read & return <size> bytes"):
+        assert part in page.text
+
+
+def test_the_page_loads_nothing_and_runs_nothing(report: Callable[..., Page], tmp_path: Path) -> None:
+    page = report()
+    assert all(load.startswith(("#", "data:image/png;base64,")) for load in page.loads)
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    text = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "@import" not in text
+
+
+def test_every_id_stands_once_and_every_reference_has_its_id(report: Callable[..., Page]) -> None:
+    page = report()
+    assert len(page.ids) == len(set(page.ids))
+    assert {load[1:] for load in page.loads if load.startswith("#")} <= set(page.ids)
+
+
+def test_the_page_is_small(report: Callable[..., Page], example: SimpleNamespace, tmp_path: Path) -> None:
+    report(events=example.events(log_every=1))
+    assert (tmp_path / "run" / "report.html").stat().st_size < 600_000
+
+
+def test_what_comes_from_outside_is_escaped(report: Callable[..., Page], example: SimpleNamespace) -> None:
+    evil = "</pre><script>alert(1)</script>"
+    start, *others = example.events()
+    start = {**start, "run": evil, "machine": {"processor": evil}}
+    for event in others:
+        if event["event"] == "stop":
+            event["reason"] = evil
+        if event["event"] == "end":
+            event["sample"] = evil
+    page = report(events=[start, *others], config=f'[data]\npath = "{evil}"\n')
+    assert "script" not in page.tags
+    assert page.text.count(evil) == 6  # title, heading, reason, sample, machine, configuration
+
+
+def test_stage_names_with_signs_do_not_break_the_plots(report: Callable[..., Page], example: SimpleNamespace) -> None:
+    events = example.events()
+    for event in events:
+        if event.get("stage") == "real":
+            event["stage"] = "<b>$\\frac$ & real"
+    page = report(events=events)
+    assert "b" not in page.tags
+    assert "<b>$\\frac$ & real" in page.text
+
+
+def test_a_run_that_still_goes_on_has_a_report(report: Callable[..., Page], example: SimpleNamespace) -> None:
+    page = report(events=[event for event in example.events() if event.get("step", 0) <= 150])
+    assert "not finished" in page.text
+    assert "Latest validation loss" in page.text
+
+
+def test_a_stopped_run_says_so(report: Callable[..., Page], example: SimpleNamespace) -> None:
+    events = example.events()
+    page = report(events=events[: 1 + next(index for index, e in enumerate(events) if e["event"] == "stop")])
+    assert "stopped: interrupted (Ctrl-C)" in page.text
+
+
+def test_a_dense_run_of_one_stage_has_a_report(report: Callable[..., Page]) -> None:
+    page = report(events=[{"event": "step", "step": 1, "stage": "real", "tokens": 64, "seconds": 0.5, "loss": 9.0}])
+    assert page.tags.count("svg") == 2
+    assert "9.0000" in page.text
+
+
+def test_missing_numbers_are_gaps_and_dashes(report: Callable[..., Page], example: SimpleNamespace) -> None:
+    events = example.events()
+    for event in events:
+        for key in ("loss", "grad_norm", "validation_loss", "memory_bytes"):
+            if key in event:
+                event[key] = None
+        if event.get("expert_load"):
+            event["expert_load"][0] = [None] * 8
+    page = report(events=events)
+    assert "–" in page.text
+
+
+def test_unequal_logits_stand_out(report: Callable[..., Page], example: SimpleNamespace) -> None:
+    events = example.events()
+    changed = {"logits_equal": False, "max_difference": 0.25}
+    page = report(events=[{**e, **changed} if e["event"] == "delink" else e for e in events])
+    assert "DIFFERENT, by up to 0.25" in page.text
+
+
+def test_of_a_step_that_stands_twice_the_later_counts(tmp_path: Path, example: SimpleNamespace) -> None:
+    twice = [{"event": "step", "step": 1, "stage": "a", "tokens": 8, "seconds": 1, "loss": loss} for loss in (9, 7)]
+    history = History.read(example.write(tmp_path, twice))
+    assert history.series("loss", "tokens") == ([8], [7])
+
+
+def test_stages_are_bounded_where_their_last_numbers_stand(tmp_path: Path, example: SimpleNamespace) -> None:
+    history = History.read(example.write(tmp_path))
+    assert history.spans("step") == [("pseudo", 0, 240), ("real", 240, 600)]
+
+
+def test_the_stages_before_the_end_are_those_the_end_tells(tmp_path: Path, example: SimpleNamespace) -> None:
+    told = History.read(example.write(tmp_path / "a")).stage_rows()
+    read = History.read(example.write(tmp_path / "b", example.events()[:-1])).stage_rows()
+    for one, other in zip(told, read, strict=True):
+        assert {**one, "seconds": 0, "tokens_per_second": 0} == {**other, "seconds": 0, "tokens_per_second": 0}
+        assert one["seconds"] == pytest.approx(other["seconds"])
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path, example: SimpleNamespace) -> None:
+    run = example.write(tmp_path / "run")
+    one, two = write_report(run, tmp_path / "one.html"), write_report(run, tmp_path / "deep" / "two.html")
+    assert one.read_bytes() == two.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "one.html", "run"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda run: None, "no run directory"),
+        (lambda run: run.mkdir(), "no metrics.jsonl"),
+        (lambda run: (run.mkdir(), (run / "metrics.jsonl").touch()), "there is no .*config.toml"),
+        (
+            lambda run: (run.mkdir(), (run / "metrics.jsonl").touch(), (run / "config.toml").write_text("[a")),
+            "cannot read .*config.toml",
+        ),
+        (
+            lambda run: (run.mkdir(), (run / "metrics.jsonl").touch(), (run / "config.toml").touch()),
+            "no metrics yet",
+        ),
+    ],
+)
+def test_what_is_no_run_is_a_clear_error(tmp_path: Path, prepare: Callable[[Path], Any], says: str) -> None:
+    prepare(tmp_path / "run")
+    with pytest.raises(TenfoldError, match=says):
+        write_report(tmp_path / "run")
+
+
+def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path, example: SimpleNamespace) -> None:
+    run = example.write(tmp_path / "run")
+    with pytest.raises(TenfoldError, match="cannot write the report"):
+        write_report(run, run)
+    assert sorted(path.name for path in run.iterdir()) == ["config.toml", "metrics.jsonl"]
