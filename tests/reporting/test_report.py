@@ -124,6 +124,12 @@ def test_a_stopped_run_says_so(report: Callable[..., Page], example: SimpleNames
     assert "stopped: interrupted (Ctrl-C)" in page.text
 
 
+def test_a_run_that_was_resumed_is_no_longer_stopped(tmp_path: Path, example: SimpleNamespace) -> None:
+    events = example.events()
+    upto = next(index for index, event in enumerate(events) if event["event"] == "resume")
+    assert History.read(example.write(tmp_path, events[: upto + 1])).status == "not finished"
+
+
 def test_a_dense_run_of_one_stage_has_a_report(report: Callable[..., Page]) -> None:
     page = report(events=[{"event": "step", "step": 1, "stage": "real", "tokens": 64, "seconds": 0.5, "loss": 9.0}])
     assert page.tags.count("svg") == 2

@@ -25,6 +25,7 @@ class History:
     delinks: list[Event]
     happenings: list[Event]  # resume, stop, delink and end, in the order of the file
     end: Event | None
+    latest: Event  # the last line of the file
 
     @classmethod
     def read(cls, run: Path) -> History:
@@ -45,6 +46,7 @@ class History:
             delinks=_once(events, "delink"),
             happenings=[event for event in events if event.get("event") in ("resume", "stop", "delink", "end")],
             end=next((event for event in reversed(events) if event.get("event") == "end"), None),
+            latest=events[-1],
         )
 
     @property
@@ -52,9 +54,7 @@ class History:
         """finished, stopped, or not finished (still going, or cut off: the files cannot tell which)."""
         if self.end is not None:
             return "finished"
-        marks = [*self.happenings, *self.steps[-1:]]
-        latest = max(marks, key=lambda event: event.get("step", 0))
-        return f"stopped: {latest.get('reason', '')}" if latest.get("event") == "stop" else "not finished"
+        return f"stopped: {self.latest.get('reason', '')}" if self.latest.get("event") == "stop" else "not finished"
 
     @property
     def stage_names(self) -> list[str]:
