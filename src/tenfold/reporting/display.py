@@ -117,6 +117,8 @@ class Display:
                 self.note(f"stopped at step {event.get('step')}: {event.get('reason', 'no reason given')}")
             case "end":
                 self.note(f"finished at step {event.get('step')} after {format_seconds(event.get('seconds'))}")
+        if self._live is not None:
+            self._live.refresh()
 
     def _take_step(self, event: dict[str, Any]) -> None:
         self._change_stage(event.get("stage", ""))
