@@ -1,0 +1,54 @@
+"""`tenfold prepare`: make token shards of a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tenfold.config.load import build, parse_flags
+from tenfold.config.run import PrepareConfig
+from tenfold.data.prepare import prepare
+from tenfold.data.recipes import RECIPES
+from tenfold.data.shards import TokenData
+from tenfold.errors import TenfoldError
+
+_USAGE = f"""usage: tenfold prepare SOURCE OUT [flags]
+
+SOURCE  a file or folder of text (.txt .md .rst .py .jsonl, each also .gz or .zst), python-stdlib, or
+        recipe:NAME with one of {", ".join(RECIPES)}
+OUT     a new folder for the token shards
+
+examples:
+  tenfold prepare python-stdlib data/python --vocab-size 4096
+  tenfold prepare corpus/ data/corpus --validation-fraction 2%
+  tenfold prepare wiki.jsonl.zst data/wiki --text-field body --tokenizer tokenizer.json
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; TenfoldError tells what the user can put right."""
+    prog = "tenfold prepare SOURCE OUT"
+    if "-h" in argv or "--help" in argv:
+        print(_USAGE)
+        list(parse_flags(PrepareConfig(), ["--help"], prog))
+    places, flags = argv[:2], argv[2:]
+    if len(places) < 2 or any(place.startswith("-") for place in places):
+        raise TenfoldError(f"prepare needs a SOURCE and an OUT before any flags\n\n{_USAGE}")
+    source, out = places
+    options = build(PrepareConfig, dict(parse_flags(PrepareConfig(), flags, prog)), "flags")
+    print(summary(prepare(source, Path(out), options)))
+    return 0
+
+
+def summary(data: TokenData) -> str:
+    """What was made, in lines for people."""
+    lines = [f"{data.path}: vocabulary of {data.vocab_size:,}, {data.index.dtype}"]
+    for name, shards in data.index.splits.items():
+        if shards:
+            split = data.split(name)
+            lines.append(
+                f"  {name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes:,} bytes "
+                f"({split.text_bytes / split.tokens:.2f} bytes a token), {len(shards)} shard(s)"
+            )
+        else:
+            lines.append(f"  {name}: nothing")
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""How preparing shows where it is: a bar on a terminal, plain lines elsewhere, nothing when it is not wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+Advance = Callable[[int, int, int], None]
+"""Called with the bytes, documents and tokens done since the last call."""
+
+
+class Progress:
+    """Notes and phases of a long task, on standard error."""
+
+    def __init__(self, show: bool) -> None:
+        self._show = show
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        if self._show:
+            self._console.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def phase(self, name: str, total_bytes: int | None = None) -> Iterator[Advance]:
+        """A phase over `total_bytes` of text (None: not known yet)."""
+        start, told = time.monotonic(), time.monotonic()
+        done = [0, 0, 0]
+
+        def state() -> str:
+            seconds = max(time.monotonic() - start, 1e-9)
+            tokens = f", {done[2]:,} tokens, {done[2] / seconds:,.0f} tokens/s" if done[2] else ""
+            return f"{done[1]:,} documents{tokens}"
+
+        def line() -> str:
+            of = f" of {total_bytes / 1e6:,.1f}" if total_bytes else ""
+            return f"{name}: {done[0] / 1e6:,.1f}{of} MB, {state()}"
+
+        with contextlib.ExitStack() as stack:
+            bar = None
+            if self._show and sys.stderr.isatty():
+                columns = (
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    DownloadColumn(),
+                    TextColumn("{task.fields[state]}"),
+                )
+                bar = stack.enter_context(RichProgress(*columns, console=self._console, transient=True))
+                task = bar.add_task(name, total=total_bytes, state="")
+
+            def advance(text_bytes: int, documents: int, tokens: int) -> None:
+                nonlocal told
+                done[:] = done[0] + text_bytes, done[1] + documents, done[2] + tokens
+                if bar is not None:
+                    bar.update(task, advance=text_bytes, state=state())
+                elif self._show and time.monotonic() - told > _SECONDS_BETWEEN_LINES:
+                    told = time.monotonic()
+                    self.note(line())
+
+            yield advance
+        self.note(f"{line()} ({time.monotonic() - start:.1f} s)")
