@@ -18,7 +18,7 @@ class PrepareConfig(Section):
     vocab_size: int = Field(8192, ge=257, description="Entries of the BPE that is trained when none is given.")
     text_field: str = Field("text", description="The field of a JSONL record that holds the text.")
     validation_fraction: Share = Field(0.01, description="Share of documents held out for validation.")
-    workers: int = Field(0, ge=0, description="Processes that read and tokenize; 0 is one for each core.")
+    workers: int = Field(0, ge=0, description="Threads that tokenize; 0 is one for each core.")
 
 
 class DataConfig(PrepareConfig):
@@ -40,9 +40,12 @@ class TrainingConfig(Section):
     batch_size: int = Field(64, gt=0, description="Sequences in one optimizer step, over all ranks.")
     micro_batch_size: int = Field(0, ge=0, description="Sequences in one forward pass; 0 is the whole batch.")
     seed: int = Field(1, ge=0, description="Fixes initial weights and the order of the data.")
-    precision: Literal["bf16", "fp32"] = Field("bf16", description="Arithmetic of the layers; masters are fp32.")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        "auto",
+        description="Arithmetic of the layers (masters are fp32); auto: bf16 where the machine multiplies it faster.",
+    )
     compile: bool = Field(False, description="torch.compile every layer: slow first step, faster ones after.")
-    recompute: bool = Field(False, description="Keep only each segment's input; compute the rest again in backward.")
+    recompute: bool = Field(False, description="Keep only each layer's input for backward and compute the rest again.")
     loss_chunk: int = Field(2048, gt=0, description="Tokens whose logits exist at once in the loss.")
     log_every: int = Field(10, gt=0, description="Steps between lines of metrics.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0 is at stage ends only.")
@@ -65,7 +68,7 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "adafactor", "muon"] = Field(
         "adamw",
-        description="adamw (fused), adafactor (factored second moment), or muon (matrices of the layers; the rest adamw).",
+        description="adamw (fused), adafactor (factored second moment), or muon (matrices of layers; adamw the rest).",
     )
     lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
@@ -92,7 +95,9 @@ class StageConfig(Section):
 
     name: str = Field("real", min_length=1, description="What the stage is called in logs and plots.")
     sharing: Sharing = Field("none", description="Which layers share one set of weights.")
-    until: Until = Field(None, description="Where the stage ends; the last stage runs to the end of training.")
+    until: Until = Field(
+        None, description="Where in the run the stage ends (20%, {tokens = 2B}, {steps = 500}); the last stage: unset."
+    )
     moments: Literal["copy", "rescale", "reset"] = Field(
         "rescale", description="What optimizer state freed layers start from when this stage begins."
     )

@@ -96,7 +96,7 @@ Sharing = Annotated[
 
 
 def parse_until(value: Any) -> dict[str, float | int]:
-    """Where a stage ends: "20%" of the run, {tokens = "2B"} or {steps = 500} counted from the stage's start.
+    """Where in the run a stage ends: at "20%" of it, at {tokens = "2B"} or at {steps = 500}, from the run's start.
 
     On the command line 20%, tokens=2B and steps=500.
     """

@@ -1,0 +1,132 @@
+"""Checkpoints on disk: safetensors and JSON, written whole or not at all, checked when read.
+
+A checkpoint is a folder `step-00000500` with `weights.safetensors`, `optimizer.safetensors` and `manifest.json`,
+which holds the run's place, the sharing pattern, and the length and SHA-256 of both files. Names are canonical by
+layer; a shared block is stored once, under the first layer that uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tenfold.errors import TenfoldError
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+def save_checkpoint(
+    folder: Path, step: int, weights: dict[str, Tensor], optimizer: dict[str, Tensor], place: dict[str, Any]
+) -> Path:
+    """Write the checkpoint of `step` into `folder` and return its path.
+
+    Files go to a temporary folder and to the disk itself before the folder gets its name, so whatever happens, what
+    has the name is whole. Raises TenfoldError, leaving nothing behind, when the disk is full or cannot be written.
+    """
+    final = folder / f"step-{step:08d}"
+    temporary = folder / f".writing-{final.name}"
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in [*weights.values(), *optimizer.values()])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob(".writing-*"):
+            shutil.rmtree(leftover)
+        if needed > shutil.disk_usage(folder).free:
+            raise OSError(f"{needed} bytes needed, {shutil.disk_usage(folder).free} free")
+        temporary.mkdir()
+        files = {}
+        for name, tensors in (("weights.safetensors", weights), ("optimizer.safetensors", optimizer)):
+            # Equal storage would be refused, strides lost: what is saved is each tensor by itself.
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, temporary / name)
+            files[name] = {"bytes": (temporary / name).stat().st_size, "sha256": _digest(temporary / name)}
+        manifest = {"format": FORMAT, "step": step, **place, "files": files}
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        for path in [*temporary.iterdir(), temporary]:
+            _flush(path)
+        if final.exists():  # the same step again, after a resume: the same content
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _flush(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        kept = latest_checkpoint(folder, lambda _: None) if folder.is_dir() else None
+        raise TenfoldError(
+            f"cannot write the checkpoint of step {step} in {folder}: {error}. "
+            + (f"The last whole checkpoint is {kept}." if kept else "There is no earlier checkpoint.")
+        ) from None
+    return final
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """Manifest, weights and optimizer state of a checkpoint whose files are all as they were written."""
+    manifest = read_manifest(path)
+    return manifest, load_file(path / "weights.safetensors"), load_file(path / "optimizer.safetensors")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, after its files are checked; raises TenfoldError that names what is damaged."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TenfoldError(f"{path} is not a checkpoint: it has no manifest.json") from None
+    except (ValueError, OSError) as error:
+        raise TenfoldError(f"{path / 'manifest.json'} is damaged: {error}") from None
+    if manifest.get("format") != FORMAT:
+        raise TenfoldError(f"{path} has checkpoint format {manifest.get('format')}; this Tenfold reads format {FORMAT}")
+    for name, told in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise TenfoldError(f"{file} is missing")
+        if file.stat().st_size != told["bytes"]:
+            raise TenfoldError(f"{file} is damaged: it has {file.stat().st_size} bytes, not {told['bytes']}")
+        if _digest(file) != told["sha256"]:
+            raise TenfoldError(f"{file} is damaged: its SHA-256 is not the one written with it")
+    return manifest
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """All checkpoints by step, oldest first, unchecked."""
+    found = [path for path in folder.glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint; damaged ones are told to `warn` and passed over."""
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            read_manifest(path)
+        except TenfoldError as error:
+            warn(f"skipping a damaged checkpoint: {error}")
+        else:
+            return path
+    return None
+
+
+def retire_checkpoints(folder: Path, keep: int, protected: set[int]) -> None:
+    """Remove all but the newest `keep` checkpoints and those of the steps in `protected`."""
+    for path in list_checkpoints(folder)[:-keep]:
+        if int(path.name.removeprefix("step-")) not in protected:
+            shutil.rmtree(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,60 @@
+"""What a model weighs and costs, from its shape: parameters and floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.moe import MixtureOfExperts
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Parameters, and operations per token.
+
+    total: as if every layer had weights of its own. stored: those that exist (a shared block once). active: those of
+    `total` that one token's forward pass uses, with top_k experts of each prototype. expert: those of `total` in
+    routed experts. flops_per_token: forward and backward (3 x forward), two operations for each multiply-add, causal
+    attention counted as the half it is, recomputation not counted.
+    """
+
+    total: int
+    stored: int
+    active: int
+    expert: int
+    flops_per_token: float
+
+
+def count(model: Decoder, sequence_length: int) -> Counts:
+    """Count a model, which may be on the meta device; `sequence_length` (tokens) enters through attention."""
+    config = model.config
+    outside = _numel(parameter for name, parameter in model.named_parameters() if not name.startswith("segments."))
+    by_block = {block: _numel(block.parameters()) for block in model.blocks}
+    experts_in_layer = sum(
+        _numel(module.experts.parameters())
+        for module in model.blocks[0].modules()
+        if isinstance(module, MixtureOfExperts)
+    )
+    layers_total = sum(by_block[block] for block in model.layers)
+    expert_total = experts_in_layer * config.layers
+    chosen = config.moe.prototypes * config.moe.top_k / config.moe.experts if config.moe.experts else 0.0
+    active_experts = round(expert_total * chosen)
+
+    # Embedding look-ups multiply nothing; the output matrix does, tied or not.
+    output = config.padded_vocab() * config.hidden
+    matrices = layers_total - expert_total + active_experts + output
+    attention = config.layers * 2 * config.heads * config.head_width * (sequence_length + 1) / 2
+    return Counts(
+        total=outside + layers_total,
+        stored=outside + sum(by_block.values()),
+        active=outside + layers_total - expert_total + active_experts,
+        expert=expert_total,
+        flops_per_token=3 * 2 * (matrices + attention),
+    )
+
+
+def _numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

@@ -1,0 +1,177 @@
+"""The decoder: embedding, segments of layers, final norm and output matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tenfold.config.model import ModelConfig
+from tenfold.nn.layers import Attention, Linear, Norm, rotary_table
+from tenfold.nn.moe import LOADS, FeedForward, MixtureOfExperts
+
+
+class Block(nn.Module):
+    """The weights of one layer, or of all the layers that share them: pre-norm attention and feed-forward.
+
+    With `recompute` only the layer's input is kept for the backward pass, and the routing decision: it is made once.
+    """
+
+    def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.attention_norm = Norm(config, config.hidden)
+        self.attention = Attention(config)
+        self.ffn_norm = Norm(config, config.hidden)
+        self.ffn = MixtureOfExperts(config) if config.moe.experts else FeedForward(config, config.ffn)
+
+    def forward(self, x_BTD: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The layer's output, and its statistics (see `nn.moe`; empty for a dense layer)."""
+        if self.recompute and torch.is_grad_enabled():
+            out: tuple[Tensor, Tensor] = checkpoint(
+                self._compute, x_BTD, rotary, use_reentrant=False, context_fn=_keep_routing
+            )
+            return out
+        return self._compute(x_BTD, rotary)
+
+    def _compute(self, x_BTD: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary)
+        inner = self.ffn_norm(x_BTD)
+        if isinstance(self.ffn, MixtureOfExperts):
+            y_BTD, statistics = self.ffn(inner)
+            return x_BTD + y_BTD, statistics
+        return x_BTD + self.ffn(inner), x_BTD.new_empty(0, dtype=torch.float32)
+
+
+def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    kept = operation is torch.ops.aten.topk.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_routing() -> Any:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+class Segment(nn.Module):
+    """Consecutive layers whose blocks no other layer uses; the unit of delinking.
+
+    A module of its own, so that whatever is done by module (sharding, placement) happens once however often its
+    blocks are called.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], order: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.order = tuple(order)
+
+    def forward(self, x_BTD: Tensor, rotary: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        statistics = []
+        for index in self.order:
+            x_BTD, layer_statistics = self.blocks[index](x_BTD, rotary)
+            statistics.append(layer_statistics)
+        return x_BTD, statistics
+
+
+class Decoder(nn.Module):
+    """A GPT-2- or Llama-shaped language model whose layers may share blocks.
+
+    `segments` gives, segment by segment, the block that each layer uses (`Pattern.segments()`). `dtype` is the
+    dtype of activations; weights are fp32. Parameters have canonical names by layer, whatever the pattern: a shared
+    block goes by the first layer that uses it (`layers.0.attention.wq.weight`).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        segments: Sequence[Sequence[int]],
+        max_positions: int,
+        dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        assert config.vocab_size is not None
+        self.vocab_size = config.vocab_size
+        self.max_positions = config.max_positions or max_positions
+        self.embedding = nn.Embedding(config.padded_vocab(), config.hidden)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(self.max_positions, config.hidden) if learned else None
+        self.segments = nn.ModuleList(
+            Segment([Block(config, recompute) for _ in range(len(set(run)))], _renumber(run)) for run in segments
+        )
+        self.norm = Norm(config, config.hidden)
+        self.head = None if config.tie_embeddings else Linear(config.hidden, config.padded_vocab(), bias=False)
+
+    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """The final hidden states [B, T, D] and the statistics of every layer [L, columns of `nn.moe`] in fp32."""
+        x_BTD = F.embedding(tokens_BT, self.embedding.weight)
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions.weight[: tokens_BT.shape[1]]
+        x_BTD = x_BTD.to(self.dtype)
+        rotary = None
+        if self.config.positions == "rotary":
+            width, theta = self.config.head_width, self.config.rope_theta
+            rotary = rotary_table(tokens_BT.shape[1], width, theta, tokens_BT.device)
+        statistics = []
+        for segment in self.segments:
+            x_BTD, layer_statistics = segment(x_BTD, rotary)
+            statistics += layer_statistics
+        return self.norm(x_BTD), torch.stack(statistics)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The matrix from hidden states to logits, fp32 [padded vocabulary, D]."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def logits(self, hidden_BTD: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] in fp32, without the rows that only pad the vocabulary."""
+        logits = F.linear(hidden_BTD, self.output_weight.to(hidden_BTD.dtype))
+        return logits[..., : self.vocab_size].to(torch.promote_types(hidden_BTD.dtype, torch.float32))
+
+    @property
+    def layers(self) -> list[Block]:
+        """The block of each layer, by depth; layers that share have the same one."""
+        return [segment.blocks[index] for segment in self.segments for index in segment.order]  # type: ignore[misc, union-attr, index]
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The distinct blocks, by the first layer that uses them."""
+        return list(dict.fromkeys(self.layers))
+
+    def set_layers(self, layers: Sequence[nn.Module], segments: Sequence[Sequence[int]]) -> None:
+        """Give every layer its block anew (after delinking), cut into `segments`."""
+        rebuilt, start = nn.ModuleList(), 0
+        for run in segments:
+            blocks = list(dict.fromkeys(layers[start : start + len(run)]))
+            rebuilt.append(Segment(blocks, _renumber(run)))
+            start += len(run)
+        self.segments = rebuilt
+
+    def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every stored parameter once, under its canonical name."""
+        for name, parameter in self.named_parameters():
+            if not name.startswith("segments."):
+                yield name, parameter
+        layers = self.layers
+        for block in self.blocks:
+            for name, parameter in block.named_parameters():
+                yield f"layers.{layers.index(block)}.{name}", parameter
+
+    def uses(self) -> dict[nn.Parameter, int]:
+        """How many layers use each block parameter."""
+        layers = self.layers
+        return {parameter: layers.count(block) for block in self.blocks for parameter in block.parameters()}
+
+    def expert_loads(self, statistics: Tensor) -> Tensor:
+        """Tokens that chose each expert, [L, E], out of the statistics of a forward pass."""
+        return statistics[:, LOADS:]
+
+
+def _renumber(run: Sequence[int]) -> list[int]:
+    seen: dict[int, int] = {}
+    return [seen.setdefault(block, len(seen)) for block in run]

@@ -1,0 +1,61 @@
+"""Cross-entropy over a vocabulary too large for all its logits to exist at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Logits are made, used for loss and gradient, and dropped, `chunk` tokens at a time, all in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int, chunk: int
+    ) -> Tensor:
+        weight = weight_VD.to(hidden_ND.dtype)
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden_ND.device)
+        train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden_ND) if train else None
+        grad_weight = torch.zeros_like(weight_VD) if train else None
+        for start in range(0, len(hidden_ND), chunk):
+            hidden, targets = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
+            logits = (hidden @ weight.t()).to(wide)
+            logits[:, vocab_size:] = -torch.inf
+            valid = targets != IGNORE
+            safe = targets.where(valid, 0)[:, None]
+            log_total = logits.logsumexp(-1, keepdim=True)
+            total += ((log_total - logits.gather(1, safe))[:, 0] * valid).sum()
+            if grad_hidden is None or grad_weight is None:
+                continue
+            grad = logits.sub_(log_total).exp_()
+            grad.scatter_add_(1, safe, grad.new_full((len(safe), 1), -1.0))
+            grad = grad.mul_(valid[:, None]).to(hidden.dtype)
+            grad_hidden[start : start + chunk] = grad @ weight
+            grad_weight += grad.t() @ hidden
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None
+
+
+def cross_entropy_sum(hidden: Tensor, weight_VD: Tensor, targets: Tensor, vocab_size: int, chunk: int = 2048) -> Tensor:
+    """The sum (never a mean) over tokens of -log p(target), a scalar in fp32 or wider.
+
+    `hidden` [..., D] and `targets` [...] (int64; `IGNORE` is left out); rows of `weight_VD` from `vocab_size` on only
+    pad it and have no probability. At most `chunk` tokens' logits exist at once.
+    """
+    total: Tensor = _ChunkedCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight_VD, targets.reshape(-1), vocab_size, chunk
+    )
+    return total

@@ -1,0 +1,115 @@
+"""PyTorch's optimizers over our parameter groups, their state made at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Adafactor, AdamW, Muon, Optimizer
+
+from tenfold.config.run import OptimConfig
+from tenfold.errors import TenfoldError
+from tenfold.nn.decoder import Decoder
+
+
+def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
+    """The optimizers of a model: one, or with Muon two (its matrices, and AdamW for the rest).
+
+    Weight decay is on the matrices of layers and the output matrix, not on embeddings, norms and biases. Muon takes
+    the two-dimensional matrices of layers; the stacked experts are three-dimensional and stay with AdamW, as does
+    the router. Muon's update is scaled to the size of AdamW's, so one learning rate serves both.
+    """
+    matrices, decayed, plain = [], [], []
+    for name, parameter in model.canonical_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name.startswith("layers.") and parameter.dim() == 2 and ".router." not in name:
+            matrices.append(parameter)
+        elif parameter.dim() >= 2 and not name.startswith(("embedding", "positions")):
+            decayed.append(parameter)
+        else:
+            plain.append(parameter)
+    if config.name != "muon":
+        decayed = matrices + decayed
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizers: list[Optimizer] = []
+    if config.name == "adafactor":
+        optimizers.append(Adafactor(groups, lr=config.lr))
+    else:
+        optimizers.append(AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True))
+    if config.name == "muon":
+        optimizers.append(
+            Muon(
+                matrices,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    materialize(optimizers)
+    return optimizers
+
+
+@torch.no_grad()
+def materialize(optimizers: Sequence[Optimizer]) -> None:
+    """Make all optimizer state now, so that the first step needs no more memory than any other.
+
+    A step with zero gradients at rate zero makes it; then the counts of steps go back to zero.
+    """
+    for optimizer in optimizers:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+
+def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
+    """Set the rate of every group."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
+def state_tensors(model: Decoder, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
+    """The optimizers' state under canonical names: `layers.0.attention.wq.weight/exp_avg`."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.canonical_parameters()}
+    return {
+        f"{names[parameter]}/{key}": value
+        for optimizer in optimizers
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+@torch.no_grad()
+def load_state_tensors(model: Decoder, optimizers: Sequence[Optimizer], saved: dict[str, torch.Tensor]) -> None:
+    """Fill the optimizers' state from `saved`; raises TenfoldError when a tensor is missing, left over or misshapen."""
+    fill_tensors(state_tensors(model, optimizers), saved, "optimizer state")
+
+
+@torch.no_grad()
+def fill_tensors(targets: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], what: str) -> None:
+    """Copy saved tensors into their namesakes, strictly: every name must be on both sides, with the same shape."""
+    for name in sorted(targets.keys() ^ saved.keys()):
+        side = "lacks" if name in targets else "has, and this run does not use,"
+        raise TenfoldError(f"the checkpoint's {what} {side} {name}: it is of another model or optimizer")
+    for name, target in targets.items():
+        if target.shape != saved[name].shape:
+            raise TenfoldError(
+                f"the checkpoint's {what} {name} has shape {tuple(saved[name].shape)}, this run's {tuple(target.shape)}"
+            )
+        target.copy_(saved[name])

@@ -1,0 +1,112 @@
+"""The run's timetable: which steps, tokens and samples each stage has, and the learning rate of every step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tenfold.config.run import OptimConfig, RunConfig, StageConfig
+from tenfold.errors import TenfoldError
+from tenfold.sharing.patterns import Pattern
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage with its place in the run. Steps, tokens and samples count from the run's start, `last_*` exclusive."""
+
+    config: StageConfig
+    pattern: Pattern
+    batch_size: int
+    first_step: int
+    last_step: int
+    first_sample: int
+    sequence_length: int
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def steps(self) -> int:
+        return self.last_step - self.first_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    def sample_at(self, step: int) -> int:
+        """The first sample of `step`."""
+        return self.first_sample + (step - self.first_step) * self.batch_size
+
+    def tokens_at(self, step: int) -> int:
+        """Tokens the run has seen when `step` begins."""
+        return self.sample_at(step) * self.sequence_length
+
+
+def plan_stages(config: RunConfig) -> list[Stage]:
+    """The stages of a run. `until` is a place in the run; a stage ends with the first step that reaches it.
+
+    Raises TenfoldError for patterns that do not fit the model or do not refine one another, and for empty stages.
+    """
+    length, training = config.data.sequence_length, config.training
+    stages: list[Stage] = []
+    step = sample = 0
+    for number, stage in enumerate(config.stages):
+        where = f"stages.{number} ({stage.name})"
+        try:
+            pattern = Pattern.parse(stage.sharing, config.model.layers)
+        except TenfoldError as error:
+            raise TenfoldError(f"{where}: {error}") from None
+        if stages:
+            pattern.check_refines(stages[-1].pattern, where)
+        batch = stage.batch_size or training.batch_size
+        end: dict[str, float | int] = stage.until or {"share": 1.0}
+        if "share" in end and training.steps is not None:
+            end = {"steps": round(end["share"] * training.steps)}
+        elif "share" in end:
+            assert training.tokens is not None
+            end = {"tokens": round(end["share"] * training.tokens)}
+        if "steps" in end:
+            last = int(end["steps"])
+        else:
+            last = step + math.ceil((end["tokens"] - sample * length) / (batch * length))
+        if last <= step:
+            raise TenfoldError(
+                f"{where} would have no steps: it ends at {_amount(end)}, and when it begins the run has reached "
+                f"{step} steps, {sample * length} tokens"
+            )
+        stages.append(Stage(stage, pattern, batch, step, last, sample, length))
+        sample += (last - step) * batch
+        step = last
+    return stages
+
+
+def _amount(end: dict[str, float | int]) -> str:
+    ((kind, amount),) = end.items()
+    return f"{amount} {kind}"
+
+
+def learning_rate(optim: OptimConfig, stages: list[Stage], stage: Stage, step: int) -> float:
+    """The learning rate of `step`: warm-up and decay over the run's tokens, times the stage's own factors."""
+    total = stages[-1].tokens_at(stages[-1].last_step)
+    # Half a step in: the first rate is not 0 and the last is not below the final one.
+    progress = (stage.tokens_at(step) + stage.tokens_per_step / 2) / total
+    rate = optim.lr * stage.config.lr_scale * _shape(optim, progress)
+    return rate * min(1.0, (step - stage.first_step + 1) / (stage.config.rewarm + 1))
+
+
+def _shape(optim: OptimConfig, progress: float) -> float:
+    if progress < optim.warmup:
+        return progress / optim.warmup
+    if optim.schedule == "constant":
+        return 1.0
+    if optim.schedule == "wsd":
+        done = max(0.0, (progress - (1 - optim.decay)) / optim.decay) if optim.decay else 0.0
+    else:
+        done = (progress - optim.warmup) / (1 - optim.warmup) if optim.warmup < 1 else 0.0
+    fallen = (1 - math.cos(math.pi * done)) / 2 if optim.schedule == "cosine" else done
+    return 1 - (1 - optim.final) * fallen
