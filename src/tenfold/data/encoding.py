@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class Encoded:
 
 def encode_documents(
     documents: Iterable[str], tokenizer: Tokenizer, end_of_text: int, held_out_below: int, workers: int
-) -> Iterator[list[Encoded]]:
+) -> Generator[list[Encoded], None, None]:
     """The documents in tokens, batch by batch in their order, whatever the number of workers.
 
     A batch holds some 256 thousand characters and at most two per worker exist at once: memory is constant.

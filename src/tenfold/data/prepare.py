@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -66,8 +67,8 @@ def _prepare(source: Source, out: Path, options: PrepareConfig, progress: Progre
         held_out_below = seen.held_out_below(options.validation_fraction)
         tokenizer = given or _train(seen, held_out_below, options.vocab_size, progress)
         seen.sample.clear()
-        tokenizer.save(str(folder / _TOKENIZER))
-        index = _write_shards(source, seen, tokenizer, held_out_below, folder, options, progress)
+        write_file(folder / _TOKENIZER, _tokenizer_file(tokenizer, options))
+        index = _write_shards(source, seen, tokenizer, held_out_below, folder, out, options, progress)
         write_file(folder / INDEX, json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False).encode())
     return TokenData.open(out)
 
@@ -78,6 +79,7 @@ def _write_shards(
     tokenizer: Tokenizer,
     held_out_below: int,
     folder: Path,
+    out: Path,
     options: PrepareConfig,
     progress: Progress,
 ) -> Index:
@@ -93,9 +95,14 @@ def _write_shards(
         + 8 * seen.documents
     )
     written = 0
-    with telling_disk_faults(folder, bytes_needed), progress.phase("tokenizing", seen.text_bytes) as advance:
-        for parts in encode_documents(source.documents(), tokenizer, end, held_out_below, options.workers):
-            for part in parts:
+    batches = encode_documents(source.documents(), tokenizer, end, held_out_below, options.workers)
+    with (
+        telling_disk_faults(out, bytes_needed),
+        contextlib.closing(batches),
+        progress.phase("tokenizing", seen.text_bytes) as advance,
+    ):
+        for batch in batches:
+            for part in batch:
                 writers[part.split].add(part.tokens, part.lengths, part.text_bytes)
                 advance(part.text_bytes, len(part.lengths), len(part.tokens))
                 written += part.text_bytes
@@ -121,6 +128,12 @@ def _train(seen: Survey, held_out_below: int, vocab_size: int, progress: Progres
     if (made := vocabulary_size(tokenizer)) < vocab_size:
         progress.note(f"the text gives a BPE of {made:,} entries, not {vocab_size:,}: nothing more in it repeats")
     return tokenizer
+
+
+def _tokenizer_file(tokenizer: Tokenizer, options: PrepareConfig) -> bytes:
+    if options.tokenizer is None:
+        return tokenizer.to_str(pretty=True).encode()
+    return Path(options.tokenizer).expanduser().read_bytes()
 
 
 def _decisive(options: PrepareConfig) -> dict[str, Any]:

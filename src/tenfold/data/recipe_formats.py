@@ -119,35 +119,44 @@ def _deb_files(package: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
 
 
 class _TextOfHtml(html.parser.HTMLParser):
-    """Collects what a reader sees; block elements end lines, `pre` keeps its own."""
+    """Collects what a reader sees of the page itself; block elements end lines, `pre` keeps its own."""
 
     _HIDDEN = frozenset(("script", "style", "head", "nav", "form"))
+    _AROUND = frozenset(("related", "navheader", "navfooter", "sphinxsidebar", "footer", "headerlink"))
     _LINES = re.compile("p|div|br|li|[uod]l|d[td]|tr|table|pre|h[1-6r]|section|blockquote|article|main")
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        self._hidden = self._verbatim = 0
+        self._hidden_by, self._hidden_depth, self._verbatim = "", 0, 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._step(tag, 1)
+        classes = set((dict(attrs).get("class") or "").split())
+        if not self._hidden_depth and (tag in self._HIDDEN or classes & self._AROUND):
+            self._hidden_by = tag
+        if tag == self._hidden_by:
+            self._hidden_depth += 1
+        self._break(tag, 1)
 
     def handle_endtag(self, tag: str) -> None:
-        self._step(tag, -1)
+        self._break(tag, -1)
+        if tag == self._hidden_by:
+            self._hidden_depth -= 1
+            if not self._hidden_depth:
+                self._hidden_by = ""
 
-    def _step(self, tag: str, change: int) -> None:
-        if tag in self._HIDDEN:
-            self._hidden = max(0, self._hidden + change)
+    def _break(self, tag: str, change: int) -> None:
         if tag == "pre":
             self._verbatim = max(0, self._verbatim + change)
         if self._LINES.fullmatch(tag):
-            self.parts.append("\n")
-            if tag in ("p", "pre", "h1", "h2", "h3", "h4"):
-                self.parts.append("\n")
+            self.parts.append("\n\n" if tag in ("p", "pre", "h1", "h2", "h3", "h4") else "\n")
 
     def handle_data(self, data: str) -> None:
-        if not self._hidden:
-            self.parts.append(data if self._verbatim else re.sub(r"\s+", " ", data))
+        if not self._hidden_depth:
+            if not self._verbatim:
+                at_line_start = not self.parts or self.parts[-1].endswith("\n")
+                data = re.sub(r"\s+", " ", data.lstrip() if at_line_start else data)
+            self.parts.append(data)
 
 
 def html_text(page: str) -> str:
@@ -155,7 +164,7 @@ def html_text(page: str) -> str:
     parser = _TextOfHtml()
     parser.feed(page)
     parser.close()
-    text = re.sub(r"[ \t]+\n", "\n", "".join(parser.parts))
+    text = re.sub(r"[ \t]*\n", "\n", "".join(parser.parts))
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 

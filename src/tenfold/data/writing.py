@@ -152,7 +152,7 @@ def telling_disk_faults(out: Path, bytes_needed: int = 0) -> Iterator[None]:
                 f"the disk is full: {out} cannot be written ({needed}{free:,} are free there); make room or choose "
                 "another folder"
             ) from None
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY):
             raise TenfoldError(
                 f"{out} cannot be written: {error.strerror} ({error.filename}); choose another folder"
             ) from None
