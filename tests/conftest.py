@@ -1,0 +1,43 @@
+"""What tests of several floors share: a tiny decoder, of any pattern and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tenfold.config.model import ModelConfig
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.init import initialize
+from tenfold.sharing.patterns import Pattern
+
+TINY: dict[str, Any] = {"vocab_size": 50, "layers": 4, "hidden": 16, "heads": 2, "ffn": 24, "init_std": 0.2}
+
+
+@pytest.fixture
+def tiny_config() -> Callable[..., ModelConfig]:
+    """A configuration of a tiny model, with fields changed by keyword."""
+    return lambda **fields: ModelConfig(**{**TINY, **fields})
+
+
+@pytest.fixture
+def tiny_decoder(tiny_config: Callable[..., ModelConfig]) -> Callable[..., Decoder]:
+    """A tiny decoder of a pattern, initialized; float64 unless told otherwise."""
+
+    def build(
+        sharing: Any = "none",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        recompute: bool = False,
+        positions: int = 32,
+        **fields: Any,
+    ) -> Decoder:
+        config = tiny_config(**fields)
+        pattern = Pattern.parse(sharing, config.layers)
+        model = Decoder(config, pattern.segments(), positions, dtype, recompute)
+        initialize(model, seed)
+        return model.double() if dtype == torch.float64 else model
+
+    return build
