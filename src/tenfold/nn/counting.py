@@ -17,8 +17,8 @@ class Counts:
 
     total: as if every layer had weights of its own. stored: those that exist (a shared block once). active: those of
     `total` that one token's forward pass uses, with top_k experts of each prototype. expert: those of `total` in
-    routed experts. flops_per_token: forward and backward (3 x forward), two operations for each multiply-add, causal
-    attention counted as the half it is, recomputation not counted.
+    routed experts. flops_per_token: forward and backward (3 x forward), two operations for each multiply-add of a
+    matrix product (norms and biases not counted), causal attention counted as the half it is, recomputation not counted.
     """
 
     total: int
@@ -45,7 +45,8 @@ def count(model: Decoder, sequence_length: int) -> Counts:
 
     # Embedding look-ups multiply nothing; the output matrix does, tied or not.
     output = config.padded_vocab() * config.hidden
-    matrices = layers_total - expert_total + active_experts + output
+    dense = sum(_numel(p for p in block.parameters() if p.dim() == 2) for block in model.layers)
+    matrices = dense + active_experts + output
     attention = config.layers * 2 * config.heads * config.head_width * (sequence_length + 1) / 2
     return Counts(
         total=outside + layers_total,

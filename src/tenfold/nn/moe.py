@@ -12,13 +12,14 @@ C = Z * top_k choices of a token, R routed rows (at most N * C).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tenfold.config.model import ModelConfig
+from tenfold.config.model import ModelConfig, MoEConfig
 from tenfold.nn.layers import Linear
 
 # Columns of a layer's statistics, before the E columns of tokens per expert. All are sums over tokens.
@@ -199,3 +200,21 @@ def _count_by_sequence(choice_NC: Tensor, sequences: int, experts: int) -> Tenso
     return torch.zeros(sequences, experts, dtype=torch.int64, device=choice_NC.device).scatter_add_(
         1, choice_BX, torch.ones_like(choice_BX)
     )
+
+
+@torch.no_grad()
+def update_balance_bias(layers: Sequence[nn.Module], loads_LE: Tensor, config: MoEConfig) -> None:
+    """Raise the balancing bias of experts under their prototype's mean load by `bias_rate`, lower that of those over.
+
+    `layers` are the blocks by depth and `loads_LE` the tokens of one step; a block that several layers use goes by
+    their sum (arXiv 2408.15664, algorithm 1).
+    """
+    by_block: dict[nn.Module, Tensor] = {}
+    for block, loads_E in zip(layers, loads_LE, strict=True):
+        by_block[block] = by_block[block] + loads_E if block in by_block else loads_E
+    for block, loads_E in by_block.items():
+        loads_ZP = loads_E.unflatten(0, (config.prototypes, -1))
+        step_E = (loads_ZP.mean(1, keepdim=True) - loads_ZP).sign().flatten() * config.bias_rate
+        for module in block.modules():
+            if isinstance(module, MixtureOfExperts) and module.balance_bias is not None:
+                module.balance_bias.add_(step_E)

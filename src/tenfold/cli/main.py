@@ -1,0 +1,59 @@
+"""The command line: picks the command, and turns what people can put right into one message and exit code 2."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import sys
+
+from tenfold import __version__
+from tenfold.errors import TenfoldError
+
+COMMANDS = {
+    "prepare": "make token shards of a text",
+    "train": "pretrain a model from a run file",
+    "generate": "let a trained model write",
+    "report": "make one HTML page of a run",
+}
+
+USAGE = """usage: tenfold COMMAND ...
+
+commands:
+{commands}
+
+examples:
+  tenfold train examples/demo.toml --out runs/demo
+  tenfold train run.toml --optim.lr 3e-4 --dry-run
+  tenfold train run.toml --out runs/big --resume
+  tenfold generate runs/demo --prompt "def read(self):"
+
+tenfold COMMAND --help tells more of one."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())))
+        return 0
+    if argv[0] == "--version":
+        print(f"tenfold {__version__}")
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            raise TenfoldError(f"there is no command {argv[0]!r}; there are {', '.join(COMMANDS)}")
+        result: int = importlib.import_module(f"tenfold.cli.{argv[0]}").main(argv[1:])
+        return result
+    except TenfoldError as error:
+        print(f"tenfold: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT):
+            raise
+        print(f"tenfold: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tenfold: stopped", file=sys.stderr)
+        return 130

@@ -1,0 +1,180 @@
+"""`tenfold train`: pretrain a model from a run file."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from tenfold.config.load import build, dump_toml, leaves, load_run, parse_flags, read_toml
+from tenfold.config.run import RunConfig
+from tenfold.errors import TenfoldError
+
+USAGE = """usage: tenfold train RUN.toml [--out FOLDER] [--resume] [--dry-run] [flags]
+
+RUN.toml   the run file; every value in it can be given as a flag too
+--out      run directory for everything the run writes (runs/NAME of the run file)
+--resume   go on from the newest whole checkpoint in the run directory; begin if there is none
+--dry-run  print what every stage weighs and costs, and exit
+
+examples:
+  tenfold train examples/demo.toml --out runs/demo
+  tenfold train run.toml --optim.lr 3e-4 --stages.0.until 10%
+  tenfold train run.toml --model.preset m6-10t --dry-run
+"""
+
+# What may differ between a run and its resumption: nothing that training depends on.
+_FREE = {"training.log_every", "training.validate_every", "training.device", "checkpoint.every", "checkpoint.keep"}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; TenfoldError tells what the user can put right."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        list(parse_flags(RunConfig(), ["--help"], "tenfold train RUN.toml"))
+    parser = argparse.ArgumentParser(prog="tenfold train", usage=USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
+    arguments, flags = parser.parse_known_args(argv)
+    config = load_run(arguments.run, flags)
+    if arguments.dry_run:
+        return dry_run(config)
+    return train(config, arguments.out or Path("runs") / arguments.run.stem, arguments.resume)
+
+
+def dry_run(config: RunConfig) -> int:
+    """Print what every stage is, from the configuration alone: no data is read, no weights are made."""
+    from tenfold.reporting.display import dry_run_table
+    from tenfold.training.setup import describe_stages
+    from tenfold.training.stages import plan_stages
+
+    if config.model.vocab_size is None:
+        model = config.model.model_copy(update={"vocab_size": _expected_vocabulary(config)})
+        config = config.model_copy(update={"model": model})
+    training = config.training.model_copy(update={"precision": "fp32"})
+    config = config.model_copy(update={"training": training})
+    Console().print(dry_run_table(describe_stages(config, plan_stages(config))))
+    return 0
+
+
+def _expected_vocabulary(config: RunConfig) -> int:
+    from tenfold.data.shards import INDEX, TokenData
+    from tenfold.data.vocabulary import load_tokenizer
+
+    path = Path(config.data.path)
+    if (path / INDEX).is_file():
+        return TokenData.open(path).vocab_size
+    if config.data.tokenizer is not None:
+        return int(load_tokenizer(Path(config.data.tokenizer)).get_vocab_size())
+    return config.data.vocab_size
+
+
+def train(config: RunConfig, folder: Path, resume: bool) -> int:
+    """Train in the run directory `folder`; the exit code. A signal saves, and is no failure."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TenfoldError("this Tenfold trains on one process; WORLD_SIZE says there are several")
+    started = (folder / "config.toml").is_file()
+    if folder.exists() and not folder.is_dir():
+        raise TenfoldError(f"{folder} is not a folder; give another --out")
+    if folder.is_dir() and any(folder.iterdir()) and not (resume and started):
+        if resume:
+            raise TenfoldError(f"{folder} is not a run directory: it has no config.toml; give another --out")
+        raise TenfoldError(f"{folder} exists already; give --resume to go on with it, or another --out")
+
+    # Imported here, and only now: PyTorch takes seconds, and a mistake in the arguments should be told at once.
+    import torch
+
+    from tenfold.data.prepare import ensure_prepared
+    from tenfold.hardware.device import pick_device, usable_cores
+    from tenfold.reporting.display import Display, closing_table
+    from tenfold.reporting.metrics import MetricsWriter, read_metrics
+    from tenfold.reporting.report import write_report
+    from tenfold.training.run import Run
+    from tenfold.training.setup import check_tokens, resolve
+    from tenfold.training.stages import plan_stages
+
+    device = pick_device(config.training.device)
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    plan_stages(config)  # its faults are told before any text is read
+    data = ensure_prepared(config.data)
+    if started:
+        config = _same_config(config, folder, data.vocab_size, device)
+    else:
+        config = resolve(config, data.vocab_size, device)
+    assert config.model.vocab_size is not None
+    check_tokens(data, config.model.vocab_size)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    with _only_one(folder):
+        if not started:
+            shutil.copyfile(data.path / data.index.tokenizer.file, folder / "tokenizer.json")
+            (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+        with Display(plan_stages(config)[-1].tokens_at(plan_stages(config)[-1].last_step), console=console) as display:
+            writer: MetricsWriter | None = None
+
+            def emit(event: dict[str, object]) -> None:
+                assert writer is not None
+                writer.write(event)
+                display.event(event)
+
+            run = Run(config, data, folder, device, emit, display.note)
+            step = run.restore() if started else None
+            done = step == run.stages[-1].last_step and any(
+                event.get("event") == "end" for event in read_metrics(folder)
+            )
+            if not done:
+                writer = MetricsWriter(folder, resume_step=(step or 0) if started else None)
+                try:
+                    if not run.run():
+                        return 0
+                finally:
+                    writer.close()
+            else:
+                display.note(f"{folder} is finished already")
+        events = read_metrics(folder)
+        report = write_report(folder)
+        ends = [event for event in events if event["event"] == "end"]
+        console.print(closing_table(ends[-1], [event for event in events if event["event"] == "delink"], report))
+    return 0
+
+
+def _same_config(given: RunConfig, folder: Path, vocab_size: int, device: object) -> RunConfig:
+    """The run directory's own configuration, with what may change taken from `given`; refuses any other difference."""
+    import torch
+
+    from tenfold.training.setup import resolve
+
+    saved = build(RunConfig, read_toml(folder / "config.toml"), str(folder / "config.toml"))
+    assert isinstance(device, torch.device)
+    if given.training.precision == "auto":
+        training = given.training.model_copy(update={"precision": saved.training.precision})
+        given = given.model_copy(update={"training": training})
+    given = resolve(given, vocab_size, device)
+    mine, theirs = dict(leaves(given)), dict(leaves(saved))
+    for path in sorted(mine.keys() | theirs.keys()):
+        if mine.get(path) != theirs.get(path) and path not in _FREE:
+            raise TenfoldError(
+                f"{folder} was begun with {path} = {theirs.get(path)!r}, and now it is {mine.get(path)!r}; "
+                "a run goes on as it began. Put it back, or give another --out"
+            )
+    return given
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold the run directory for this process alone."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TenfoldError(f"another process is training in {folder}") from None
+        yield

@@ -1,0 +1,30 @@
+"""Loss on held-out text."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tenfold.data.sampling import PackedSequences
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.loss import cross_entropy_sum
+
+
+@torch.no_grad()
+def held_out_loss(model: Decoder, sequences: PackedSequences, limit: int, batch_size: int, chunk: int) -> float:
+    """Mean loss in nats per token over the first `limit` sequences of `sequences` (or all), in batches."""
+    count = min(limit, len(sequences))
+    device = model.embedding.weight.device
+    total, tokens = 0.0, 0
+    for first in range(0, count, batch_size):
+        batch = torch.from_numpy(sequences.batch(first, min(batch_size, count - first))).to(device)
+        hidden, _ = model(batch[:, :-1])
+        total += cross_entropy_sum(hidden, model.output_weight, batch[:, 1:], model.vocab_size, chunk).item()
+        tokens += batch[:, 1:].numel()
+    return total / tokens
+
+
+def bits_per_byte(loss: float, sequences: PackedSequences) -> float:
+    """The loss (nats per token) in bits per byte of text, at the split's mean bytes per token."""
+    return loss / math.log(2) * sequences.split.tokens / sequences.split.text_bytes

@@ -1,0 +1,319 @@
+"""A training run from its first step to its last: stages, delinking, validation, checkpoints, stopping, going on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tenfold.checkpoint.store import latest_checkpoint, load_checkpoint, retire_checkpoints, save_checkpoint
+from tenfold.config.run import RunConfig
+from tenfold.data.sampling import PackedSequences
+from tenfold.data.shards import TokenData
+from tenfold.errors import TenfoldError
+from tenfold.evaluation.generation import generate
+from tenfold.evaluation.loss import bits_per_byte, held_out_loss
+from tenfold.evaluation.ngram import ngram_losses
+from tenfold.hardware.device import describe_machine, matrix_rate
+from tenfold.hardware.memory import memory_used_bytes
+from tenfold.nn.decoder import Decoder
+from tenfold.sharing.delinking import delink
+from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, state_tensors
+from tenfold.training.setup import DTYPES, build_model, check_memory, compile_blocks, describe_stages
+from tenfold.training.stages import Stage, learning_rate, plan_stages
+from tenfold.training.step import StepResult, routing_metrics, train_step
+
+Emit = Callable[[dict[str, Any]], None]
+
+SAMPLE_TOKENS = 120
+
+
+@dataclass
+class Place:
+    """Where a run is; with weights and optimizer state, all that going on needs."""
+
+    stage: int = 0
+    step: int = 0
+    seconds: float = 0.0  # of the whole run, over all its processes
+    stage_seconds: float = 0.0  # of the steps of this stage alone
+    finished: list[dict[str, Any]] = field(default_factory=list)  # closing numbers of stages that are over
+
+
+class Run:
+    """One run on one process. `config` is resolved (`setup.resolve`); events go to `emit`, remarks to `note`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TokenData,
+        folder: Path,
+        device: torch.device,
+        emit: Emit,
+        note: Callable[[str], None],
+    ) -> None:
+        self.config, self.data, self.folder, self.device = config, data, folder, device
+        self.emit, self.note = emit, note
+        self.stages = plan_stages(config)
+        self.described = describe_stages(config, self.stages)
+        check_memory(self.described, config.optim.name, device)
+        length, seed = config.data.sequence_length, config.training.seed
+        self.train = PackedSequences(data.split("train"), length, seed)
+        self.validation = self._held_out()
+        self.rate = matrix_rate(device, DTYPES[config.training.precision])
+        self.place = Place()
+        self.stop_reason: str | None = None
+        self.model: Decoder
+        self.optimizers: list[Optimizer]
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.stages[-1].tokens_at(self.stages[-1].last_step)
+
+    def restore(self) -> int | None:
+        """Take up the newest whole checkpoint, if there is one; the step it is of."""
+        path = latest_checkpoint(self.checkpoints, self.note)
+        if path is None:
+            return None
+        manifest, weights, optimizer = load_checkpoint(path)
+        self._check_same_run(path, manifest)
+        place = manifest["place"]
+        self.place = Place(**place)
+        self._build(self.stages[self.place.stage])
+        fill_tensors({name: tensor.data for name, tensor in self.model.canonical_parameters()}, weights, "weights")
+        load_state_tensors(self.model, self.optimizers, optimizer)
+        return self.place.step
+
+    def run(self) -> bool:
+        """Train to the end; False when a signal stopped it before (a checkpoint is saved then)."""
+        place, resumed = self.place, hasattr(self, "model")
+        if not resumed:
+            self._build(self.stages[0])
+        machine = describe_machine(self.device) | {"matrix_rate": self.rate}
+        model = self.config.model.model_dump(mode="json", exclude_none=True)
+        self.emit(
+            {"event": "start", "run": self.folder.name, "model": model, "stages": self.described, "machine": machine}
+        )
+        if resumed:
+            self.emit({"event": "resume", "step": place.step, "seconds": place.seconds})
+        self._clock = time.monotonic() - place.seconds
+        with _Signals(self):
+            for number in range(place.stage, len(self.stages)):
+                stage = self.stages[number]
+                if number > place.stage:
+                    self._enter(number)
+                while place.step < stage.last_step:
+                    self._advance(stage)
+                    if self.stop_reason:
+                        self._save(stage)
+                        self.emit({"event": "stop", "step": place.step, "reason": self.stop_reason})
+                        return False
+                if len(place.finished) == number:
+                    self._finish(stage, self.described[number])
+        self._close()
+        return True
+
+    def _build(self, stage: Stage) -> None:
+        self.model = build_model(self.config, stage.pattern, self.device)
+        self.optimizers = build_optimizers(self.model, self.config.optim)
+        self._compile()
+
+    def _compile(self) -> None:
+        if self.config.training.compile:
+            compile_blocks(self.model.blocks)
+
+    def _advance(self, stage: Stage) -> None:
+        """One step, and what is due after it: metrics, validation, checkpoint."""
+        config, place = self.config, self.place
+        began = time.monotonic()
+        batch = torch.from_numpy(self.train.batch(stage.sample_at(place.step), stage.batch_size)).to(self.device)
+        rate = learning_rate(config.optim, self.stages, stage, place.step)
+        result = train_step(self.model, self.optimizers, batch, place.step + 1, rate, config)
+        took = time.monotonic() - began
+        place.step += 1
+        place.stage_seconds += took
+        self._window_steps, self._window_seconds = self._window_steps + 1, self._window_seconds + took
+        if place.step % config.training.log_every == 0 or place.step in (1, stage.last_step):
+            self._log(stage, result, rate)
+        every, last = config.training.validate_every, place.step == stage.last_step
+        if every and place.step % every == 0 and not last:  # a stage's end is validated by `_finish`
+            self._validate(stage)
+        if config.checkpoint.every and place.step % config.checkpoint.every == 0 and not last:
+            self._save(stage)
+
+    _window_steps, _window_seconds = 0, 0.0  # since the last line of metrics
+
+    def _log(self, stage: Stage, result: StepResult, rate: float) -> None:
+        tokens_per_second = self._window_steps * stage.tokens_per_step / self._window_seconds
+        self._window_steps, self._window_seconds = 0, 0.0
+        flops = self.described[self.place.stage]["flops_per_token"] * tokens_per_second
+        self.emit(
+            {
+                "event": "step",
+                **self._where(stage),
+                "loss": result.loss,
+                "lr": rate,
+                "grad_norm": result.grad_norm,
+                "tokens_per_second": tokens_per_second,
+                "flops_share": flops / self.rate,
+                "memory_bytes": memory_used_bytes(self.device),
+                **routing_metrics(result, self.config),
+            }
+        )
+
+    def _where(self, stage: Stage) -> dict[str, Any]:
+        self.place.seconds = time.monotonic() - self._clock
+        step = self.place.step
+        return {"step": step, "stage": stage.name, "tokens": stage.tokens_at(step), "seconds": self.place.seconds}
+
+    def _held_out(self) -> PackedSequences | None:
+        try:
+            return PackedSequences(self.data.split("validation"), self.config.data.sequence_length, None)
+        except TenfoldError as error:
+            self.note(f"no validation: {error}")
+            return None
+
+    def _validate(self, stage: Stage) -> float | None:
+        if self.validation is None:
+            return None
+        training = self.config.training
+        batch = training.micro_batch_size or stage.batch_size
+        loss = held_out_loss(self.model, self.validation, training.validation_sequences, batch, training.loss_chunk)
+        bits = bits_per_byte(loss, self.validation)
+        self.emit({"event": "validation", **self._where(stage), "validation_loss": loss, "bits_per_byte": bits})
+        return loss
+
+    def _finish(self, stage: Stage, described: dict[str, Any]) -> None:
+        """The end of a stage: validate, note its closing numbers, save. The next stage begins from this checkpoint."""
+        place = self.place
+        loss = self._validate(stage)
+        place.finished.append(
+            {
+                "name": stage.name,
+                "stored_parameters": described["stored_parameters"],
+                "tokens": stage.tokens,
+                "tokens_per_second": stage.tokens / place.stage_seconds,
+                "validation_loss": loss,
+                "seconds": place.stage_seconds,
+            }
+        )
+        self._save(stage)
+
+    def _enter(self, number: int) -> None:
+        """Delink from the stage before, and show that the model's function is the same to the last bit."""
+        place, before, after = self.place, self.stages[number - 1], self.stages[number]
+        began = time.monotonic()
+        probe = torch.from_numpy((self.validation or self.train).batch(0, 1)).to(self.device)[:, :-1]
+        logits = self._logits(probe)
+        delink(self.model, self.optimizers, before.pattern, after.pattern, after.config.moments)
+        self._compile()
+        difference = (self._logits(probe) - logits).abs().max().item()
+        place.stage, place.stage_seconds = number, 0.0
+        self._window_steps, self._window_seconds = 0, 0.0
+        self.emit(
+            {
+                "event": "delink",
+                "step": place.step,
+                "stage_from": before.name,
+                "stage_to": after.name,
+                "pattern_from": str(before.pattern),
+                "pattern_to": str(after.pattern),
+                "moments": after.config.moments,
+                "logits_equal": difference == 0.0,
+                "max_difference": difference,
+                "stored_before": self.described[number - 1]["stored_parameters"],
+                "stored_after": self.described[number]["stored_parameters"],
+                "seconds": time.monotonic() - began,
+            }
+        )
+
+    @torch.no_grad()
+    def _logits(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.model(tokens)
+        return self.model.logits(hidden)
+
+    def _save(self, stage: Stage) -> None:
+        self._where(stage)
+        place = {
+            "place": vars(self.place),
+            "pattern": list(stage.pattern.blocks),
+            "model": self.config.model.model_dump(mode="json", exclude_none=True),
+            "sequence_length": self.config.data.sequence_length,
+            "precision": self.config.training.precision,
+            "optimizer": self.config.optim.name,
+            "data_fingerprint": self.data.fingerprint,
+        }
+        weights = {name: parameter.data for name, parameter in self.model.canonical_parameters()}
+        state = state_tensors(self.model, self.optimizers)
+        save_checkpoint(self.checkpoints, self.place.step, weights, state, place)
+        ends = {stage.last_step for stage in self.stages}
+        retire_checkpoints(self.checkpoints, self.config.checkpoint.keep, ends)
+
+    def _check_same_run(self, path: Path, manifest: dict[str, Any]) -> None:
+        mine = {
+            "model": self.config.model.model_dump(mode="json", exclude_none=True),
+            "optimizer": self.config.optim.name,
+            "data_fingerprint": self.data.fingerprint,
+        }
+        for key, value in mine.items():
+            if manifest[key] != value:
+                raise TenfoldError(
+                    f"{path} is a checkpoint of another {key.replace('_', ' ')}: "
+                    f"it has {manifest[key]}, this run {value}"
+                )
+
+    def _close(self) -> None:
+        """The run's closing numbers, beside those of the models that only count."""
+        event: dict[str, Any] = {
+            "event": "end",
+            **self._where(self.stages[-1]),
+            "stages": self.place.finished,
+            "unigram_loss": None,
+            "bigram_loss": None,
+            "sample": self._sample(),
+        }
+        if self.validation is not None:
+            limit = self.config.training.validation_sequences
+            losses = ngram_losses(self.data.split("train"), self.validation, limit, self.model.vocab_size)
+            event |= {"unigram_loss": losses.unigram, "bigram_loss": losses.bigram}
+        self.emit(event)
+
+    def _sample(self) -> str:
+        """What the model writes of its own, from the beginning of a held-out document."""
+        source = self.validation or self.train
+        prompt = [self.data.end_of_text, *source.split.read(0, min(16, source.split.tokens)).tolist()]
+        tokens = [*prompt[1:], *generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed)]
+        return self.data.tokenizer().decode(tokens)
+
+
+class _Signals:
+    """While open, SIGINT and SIGTERM ask the run to stop after the step it is in; a second one stops at once."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._former[number] = signal.signal(number, self._ask)
+
+    def __exit__(self, *_: object) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        self._run.stop_reason = signal.Signals(number).name
+        self._run.note(f"{self._run.stop_reason}: saving after this step; once more to stop at once")
+        signal.signal(number, self._former[number])

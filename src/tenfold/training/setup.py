@@ -1,0 +1,154 @@
+"""From a run file to what training needs: data, model, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tenfold.checkpoint.store import latest_checkpoint, list_checkpoints, load_checkpoint
+from tenfold.config.load import build
+from tenfold.config.model import ModelConfig
+from tenfold.config.run import RunConfig
+from tenfold.data.shards import TokenData
+from tenfold.errors import TenfoldError
+from tenfold.hardware.device import matrix_rate
+from tenfold.hardware.memory import memory_limit_bytes
+from tenfold.nn.counting import count
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.init import initialize
+from tenfold.reporting.format import format_bytes
+from tenfold.sharing.patterns import Pattern
+from tenfold.training.optimizers import fill_tensors
+from tenfold.training.stages import Stage
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def resolve(config: RunConfig, vocab_size: int, device: torch.device) -> RunConfig:
+    """The configuration with everything decided that was left open: vocabulary, positions, precision, paths.
+
+    Raises TenfoldError when the tokens do not fit the model's vocabulary.
+    """
+    model, data = config.model, config.data
+    if model.vocab_size is not None and vocab_size > model.vocab_size:
+        raise TenfoldError(
+            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size}: its token ids would "
+            "have no row in the embedding; raise it, or leave it out to take the tokenizer's"
+        )
+    paths: dict[str, Any] = {"cache": str(Path(data.cache).absolute())}
+    if data.path != "python-stdlib" and not data.path.startswith("recipe:"):
+        paths["path"] = str(Path(data.path).absolute())
+    if data.tokenizer is not None:
+        paths["tokenizer"] = str(Path(data.tokenizer).absolute())
+    precision = config.training.precision
+    if precision == "auto":
+        faster = matrix_rate(device, torch.bfloat16) > matrix_rate(device, torch.float32)
+        precision = "bf16" if faster else "fp32"
+    return config.model_copy(
+        update={
+            "model": model.model_copy(
+                update={
+                    "vocab_size": model.vocab_size or vocab_size,
+                    "max_positions": model.max_positions or data.sequence_length,
+                }
+            ),
+            "data": data.model_copy(update=paths),
+            "training": config.training.model_copy(update={"precision": precision}),
+        }
+    )
+
+
+def check_tokens(data: TokenData, vocab_size: int) -> None:
+    """Every token id of the data has a row in the embedding, or a TenfoldError before the first step."""
+    for name, shards in data.index.splits.items():
+        for shard in shards:
+            if shard.max_token >= vocab_size:
+                raise TenfoldError(
+                    f"{data.path / shard.file} ({name}) holds token id {shard.max_token}, "
+                    f"but the model's vocabulary has {vocab_size} rows"
+                )
+
+
+def build_model(config: RunConfig, pattern: Pattern, device: torch.device) -> Decoder:
+    """The model of a resolved configuration with initial weights, made on the meta device and filled on `device`."""
+    with torch.device("meta"):
+        model = shape_of(config, pattern)
+    model.to_empty(device=device)
+    initialize(model, config.training.seed)
+    return model
+
+
+def shape_of(config: RunConfig, pattern: Pattern) -> Decoder:
+    """The model of a resolved configuration, on the current default device."""
+    training = config.training
+    dtype = DTYPES[training.precision]
+    return Decoder(config.model, pattern.segments(), config.data.sequence_length, dtype, training.recompute)
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """torch.compile each block in place; blocks of one shape share the compiled code."""
+    for block in blocks:
+        block.compile()
+
+
+def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, Any]]:
+    """What each stage weighs and costs, counted on the model itself, built on the meta device."""
+    described = []
+    for stage in stages:
+        with torch.device("meta"):
+            counts = count(shape_of(config, stage.pattern), config.data.sequence_length)
+        described.append(
+            {
+                "name": stage.name,
+                "sharing": stage.config.sharing,
+                "total_parameters": counts.total,
+                "stored_parameters": counts.stored,
+                "active_parameters": counts.active,
+                "expert_parameters": counts.expert,
+                "flops_per_token": counts.flops_per_token,
+                "steps": stage.steps,
+                "tokens": stage.tokens,
+            }
+        )
+    return described
+
+
+def check_memory(described: list[dict[str, Any]], optimizer: str, device: torch.device) -> None:
+    """The largest stage's weights, gradients and moments fit the memory there is, or a TenfoldError with the bytes."""
+    limit = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
+    # fp32 weight and gradient, and AdamW's two moments; Muon keeps one, Adafactor next to none.
+    each = {"adamw": 16, "muon": 12, "adafactor": 8}[optimizer]
+    for stage in described:
+        needed = stage["stored_parameters"] * each
+        if needed > limit:
+            raise TenfoldError(
+                f"stage {stage['name']}: weights, gradients and optimizer state alone need {format_bytes(needed)} "
+                f"({each} bytes for each of {stage['stored_parameters']:,} stored parameters), and this machine has "
+                f"{format_bytes(limit)}. Take a smaller model, or see the shape only with --dry-run"
+            )
+
+
+def load_model(run: Path, step: int | None, device: torch.device) -> Decoder:
+    """The model of a run directory's checkpoint of `step` (None: the newest whole one), as it was trained."""
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise TenfoldError(f"{run} holds no checkpoints: it is no run directory, or the run was not saved yet")
+    path = folder / f"step-{step:08d}" if step is not None else latest_checkpoint(folder, print)
+    if path is None or not path.is_dir():
+        steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in list_checkpoints(folder))
+        raise TenfoldError(
+            f"{folder} holds no whole checkpoint{'' if step is None else f' of step {step}'}: "
+            f"there are {steps or 'none'}"
+        )
+    manifest, weights, _ = load_checkpoint(path)
+    config = build(ModelConfig, manifest["model"], str(path / "manifest.json"))
+    segments = Pattern(manifest["pattern"]).segments()
+    with torch.device("meta"):
+        model = Decoder(config, segments, manifest["sequence_length"], DTYPES[manifest["precision"]])
+    model.to_empty(device=device)
+    fill_tensors({name: parameter.data for name, parameter in model.canonical_parameters()}, weights, "weights")
+    return model

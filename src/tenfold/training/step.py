@@ -1,0 +1,128 @@
+"""One optimizer step, from a batch of tokens to changed weights, in the order in which it happens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tenfold.config.run import RunConfig
+from tenfold.errors import TenfoldError
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.loss import IGNORE, cross_entropy_sum
+from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
+from tenfold.training.optimizers import set_learning_rate
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step measured. `statistics` [L, columns of `nn.moe`] are sums over the step's tokens."""
+
+    loss: float  # nats per token
+    grad_norm: float  # before clipping
+    statistics: Tensor
+    tokens: int
+
+
+def train_step(
+    model: Decoder,
+    optimizers: Sequence[Optimizer],
+    batch_BS: Tensor,
+    step: int,
+    rate: float,
+    config: RunConfig,
+) -> StepResult:
+    """Train on `batch_BS` [sequences, sequence_length + 1] (int64) and return what was measured.
+
+    The loss is the sum over tokens divided by the count of valid tokens of the whole batch, however it is cut into
+    micro-batches. Raises TenfoldError, with weights and optimizer untouched, when loss or gradient is not finite.
+    """
+    training, moe = config.training, config.model.moe
+    inputs_BT, targets_BT = batch_BS[:, :-1], batch_BS[:, 1:]
+    valid_tokens = (targets_BT != IGNORE).sum()
+    micro = training.micro_batch_size or len(batch_BS)
+
+    # Forward and backward, micro-batch by micro-batch; gradients add up.
+    total_loss = torch.zeros((), device=batch_BS.device)
+    total_statistics_LS: Tensor | float = 0.0
+    for inputs, targets in zip(inputs_BT.split(micro), targets_BT.split(micro), strict=True):
+        hidden, statistics_LS = model(inputs)
+        loss = cross_entropy_sum(hidden, model.output_weight, targets, model.vocab_size, training.loss_chunk)
+        objective = loss
+        if moe.experts:
+            objective = objective + moe.balance_loss * statistics_LS[:, BALANCE].sum()
+            objective = objective + moe.z_loss * statistics_LS[:, Z_LOSS].sum()
+        (objective / valid_tokens).backward()
+        total_loss += loss.detach()
+        total_statistics_LS = total_statistics_LS + statistics_LS.detach()
+    assert isinstance(total_statistics_LS, Tensor)
+
+    # A block that several layers use has the sum of their gradients; it trains on the mean.
+    for parameter, uses in model.uses().items():
+        if uses > 1 and parameter.grad is not None:
+            parameter.grad /= uses
+
+    # One norm over all stored parameters, each once; then nothing that is not finite reaches the weights.
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    mean_loss, grad_norm = (total_loss / valid_tokens).item(), norm.item()
+    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+        message = _describe_not_finite(model, step, mean_loss)
+        clear_gradients(optimizers)
+        raise TenfoldError(message)
+    if config.optim.clip:
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.optim.clip, norm)
+
+    set_learning_rate(optimizers, rate)
+    for optimizer in optimizers:
+        optimizer.step()
+    clear_gradients(optimizers)
+    if moe.bias_rate:
+        update_balance_bias(model.layers, total_statistics_LS[:, LOADS:], moe)
+    return StepResult(mean_loss, grad_norm, total_statistics_LS, inputs_BT.numel())
+
+
+def clear_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """Free all gradients."""
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def routing_metrics(result: StepResult, config: RunConfig) -> dict[str, object]:
+    """What the metrics say of a step's routing; empty for a dense model.
+
+    `balance_loss` and `z_loss` per token, mean over layers, before their weights; `dropped_share` of all choices;
+    `expert_load`: for each layer the share of its tokens' choices that fell on each expert.
+    """
+    moe = config.model.moe
+    if not moe.experts:
+        return {}
+    statistics_LS, layers = result.statistics, len(result.statistics)
+    loads_LE = statistics_LS[:, LOADS:]
+    choices = result.tokens * moe.prototypes * moe.top_k
+    metrics: dict[str, object] = {
+        "balance_loss": statistics_LS[:, BALANCE].sum().item() / (result.tokens * layers),
+        "z_loss": statistics_LS[:, Z_LOSS].sum().item() / (result.tokens * layers),
+        "expert_load": [[round(share, 5) for share in row] for row in (loads_LE / choices).tolist()],
+    }
+    if moe.capacity != "dropless":
+        metrics["dropped_share"] = statistics_LS[:, DROPPED].sum().item() / (choices * layers)
+    return metrics
+
+
+def _describe_not_finite(model: Decoder, step: int, loss: float) -> str:
+    names = [
+        name
+        for name, parameter in model.canonical_parameters()
+        if parameter.grad is not None and not parameter.grad.isfinite().all()
+    ]
+    where = f"; gradients that are not finite: {', '.join(names[:3])}" if names else ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"step {step}: loss {loss} or its gradient is not finite{where}{more}. The weights are as before this step. "
+        "Try a lower optim.lr, a longer optim.warmup, or training.precision = fp32, from the last checkpoint"
+    )
