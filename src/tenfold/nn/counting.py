@@ -18,7 +18,7 @@ class Counts:
     total: as if every layer had weights of its own. stored: those that exist (a shared block once). active: those of
     `total` that one token's forward pass uses, with top_k experts of each prototype. expert: those of `total` in
     routed experts. flops_per_token: forward and backward (3 x forward), two operations for each multiply-add of a
-    matrix product (norms and biases not counted), causal attention counted as the half it is, recomputation not counted.
+    matrix product (norms and biases: none), causal attention counted as the half it is, recomputation not counted.
     """
 
     total: int
