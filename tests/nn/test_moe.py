@@ -245,7 +245,7 @@ def test_balance_and_z_loss_equal_loops_over_sequences_and_tokens(make, prototyp
         for z in range(prototypes):
             counts, mean = [0] * size, [0.0] * size
             for token in sequence:
-                exps = [math.exp(float(moe.router.weight[z * size + i] @ token)) for i in range(size)]
+                exps = [math.exp((moe.router.weight[z * size + i] @ token).item()) for i in range(size)]
                 z_loss += math.log(sum(exps)) ** 2 / prototypes
                 for i in range(size):
                     mean[i] += exps[i] / sum(exps) / len(sequence)
