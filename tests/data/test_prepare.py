@@ -128,11 +128,13 @@ def test_a_folder_is_read_in_order_and_tells_what_it_skips(tmp_path: Path, capsy
     (folder / "c.jsonl").write_text('{"text": "third"}\n{"text": "fourth"}')
     (folder / "empty.py").write_text("")
     (folder / "picture.png").write_bytes(b"\0")
+    (folder / "index.json").write_text("{}")
+    (folder / "link").symlink_to(folder / "b")
     (folder / ".git" / "config.txt").write_text("hidden")
     data = prepare(str(folder), tmp_path / "out", small(validation_fraction=0.0))
     text = data.tokenizer().decode(tokens_of(data, "train"), skip_special_tokens=False)
     assert text == "".join(f"{word}<|endoftext|>" for word in ("first", "second", "third", "fourth"))
-    assert "skipped 1 of 5 files" in capsys.readouterr().err
+    assert "skipped 3 of 7 files" in capsys.readouterr().err
 
 
 # Held-out documents
@@ -265,6 +267,7 @@ def test_a_vocabulary_larger_than_the_text_gives_is_told(tmp_path: Path, capsys:
         ("one.json", b"[]", "JSON lines"),
         ("table.parquet", b"PAR1", "Parquet"),
         ("binary.txt", b"PAR1\0", "binary"),
+        ("/dev/null", None, "no regular file"),
         ("folder", None, "holds no text: 1 files"),
     ],
 )
@@ -298,6 +301,8 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(tmp_path:
     (tmp_path / "other" / "file").write_text("precious")
     with pytest.raises(TenfoldError, match="holds other files"):
         prepare(str(source), tmp_path / "other", small(), False)
+    with pytest.raises(TenfoldError, match="is the folder you are in"):
+        prepare(str(source), Path("."), small(), False)
     with pytest.raises(TenfoldError, match="holds token shards already"):
         prepare(str(tmp_path / "out"), tmp_path / "new", small(), False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer
 from tenfold.config.run import DataConfig, PrepareConfig
 from tenfold.data.encoding import encode_documents
 from tenfold.data.progress import Progress
-from tenfold.data.shards import INDEX, VERSION, Index, SplitName, TokenData, TokenizerEntry, sha256_of
+from tenfold.data.shards import INDEX, VERSION, Index, SplitName, TokenData, TokenizerEntry, holds_shards, sha256_of
 from tenfold.data.sources import Source, open_source, readable_name
 from tenfold.data.survey import Survey, survey
 from tenfold.data.vocabulary import end_of_text, for_documents, load_tokenizer, train_bpe, vocabulary_size
@@ -43,7 +44,7 @@ def ensure_prepared(data: DataConfig, show_progress: bool = True) -> TokenData:
     The cache folder's name holds a hash of the text and of the options: text that changed is prepared anew.
     """
     path = Path(data.path).expanduser()
-    if (path / INDEX).is_file():
+    if holds_shards(path):
         return TokenData.open(path)
     progress = Progress(show_progress)
     options = PrepareConfig(**{key: getattr(data, key) for key in PrepareConfig.model_fields})
@@ -124,7 +125,9 @@ def _train(seen: Survey, held_out_below: int, vocab_size: int, progress: Progres
     """A BPE made from a sample of the documents that are trained on."""
     texts = [text for key, text in seen.sample if key >= held_out_below]
     progress.note(f"training a BPE of {vocab_size:,} entries on {sum(map(len, texts)) / 1e6:,.1f} M characters")
+    start = time.monotonic()
     tokenizer = for_documents(train_bpe(texts, vocab_size))
+    progress.note(f"trained in {time.monotonic() - start:.1f} s")
     if (made := vocabulary_size(tokenizer)) < vocab_size:
         progress.note(f"the text gives a BPE of {made:,} entries, not {vocab_size:,}: nothing more in it repeats")
     return tokenizer
@@ -147,11 +150,13 @@ def _decisive(options: PrepareConfig) -> dict[str, Any]:
 
 def _existing(source: Source, out: Path, options: PrepareConfig) -> TokenData | None:
     """What `out` holds if it is just what would be made, None if it is free."""
+    if out.absolute() == Path.cwd():
+        raise TenfoldError(f"{out} is the folder you are in; name a new one")
     if out.exists() and not out.is_dir():
         raise TenfoldError(f"{out} is a file; choose a new folder")
     if not out.exists() or not any(out.iterdir()):
         return None
-    if not (out / INDEX).is_file():
+    if not holds_shards(out):
         raise TenfoldError(f"{out} holds other files; choose a new folder")
     data = TokenData.open(out)
     differing = [key for key, value in _decisive(options).items() if data.index.options.get(key) != value]

@@ -35,14 +35,14 @@ class Progress:
         start, told = time.monotonic(), time.monotonic()
         done = [0, 0, 0]
 
-        def state() -> str:
+        def rate() -> str:
             seconds = max(time.monotonic() - start, 1e-9)
-            tokens = f", {done[2]:,} tokens, {done[2] / seconds:,.0f} tokens/s" if done[2] else ""
-            return f"{done[1]:,} documents{tokens}"
+            return f", {done[2] / seconds:,.0f} tokens/s" if done[2] else ""
 
         def line() -> str:
             of = f" of {total_bytes / 1e6:,.1f}" if total_bytes else ""
-            return f"{name}: {done[0] / 1e6:,.1f}{of} MB, {state()}"
+            tokens = f", {done[2]:,} tokens" if done[2] else ""
+            return f"{name}: {done[0] / 1e6:,.1f}{of} MB, {done[1]:,} documents{tokens}{rate()}"
 
         with contextlib.ExitStack() as stack:
             bar = None
@@ -60,7 +60,7 @@ class Progress:
                 nonlocal told
                 done[:] = done[0] + text_bytes, done[1] + documents, done[2] + tokens
                 if bar is not None:
-                    bar.update(task, advance=text_bytes, state=state())
+                    bar.update(task, advance=text_bytes, state=f"{done[1]:,} docs{rate()}")
                 elif self._show and time.monotonic() - told > _SECONDS_BETWEEN_LINES:
                     told = time.monotonic()
                     self.note(line())

@@ -169,6 +169,15 @@ class TokenData:
             raise TenfoldError(f"{tokenizer} is not the tokenizer that made these shards (other sha256); {_AGAIN}")
 
 
+def holds_shards(path: Path) -> bool:
+    """Whether `path` is a folder of prepared text, in whatever state and version."""
+    try:
+        with (path / INDEX).open("rb") as file:
+            return b"tenfold-tokens" in file.read(100)
+    except OSError:
+        return False
+
+
 def _read_index(path: Path) -> Index:
     file = path / INDEX
     if not path.is_dir():

@@ -14,6 +14,7 @@ from typing import Any
 from tenfold.data.progress import Progress
 from tenfold.data.reading import PACKED_SUFFIXES, RECORD_SUFFIXES, TEXT_SUFFIXES, plain_suffix, read_documents, reading
 from tenfold.data.recipes import fetch_recipe
+from tenfold.data.shards import holds_shards
 from tenfold.data.stdlib import stdlib_documents, stdlib_fingerprint
 from tenfold.errors import TenfoldError
 
@@ -48,7 +49,7 @@ def open_source(source: str, text_field: str, recipe_folder: Path, progress: Pro
     path = Path(source).expanduser()
     with reading(path):
         path.stat()
-    if (path / "index.json").is_file():
+    if holds_shards(path):
         raise TenfoldError(f"{path} holds token shards already; give the text they were made from")
     files = _folder_files(path, progress) if path.is_dir() else [_checked_file(path)]
 
@@ -60,6 +61,8 @@ def open_source(source: str, text_field: str, recipe_folder: Path, progress: Pro
 
 
 def _checked_file(path: Path) -> Path:
+    if not path.is_file():
+        raise TenfoldError(f"{path} is no regular file; text is read twice, so write it to a file first")
     if path.stat().st_size == 0:
         raise TenfoldError(f"{path} is empty; give a file with text")
     if plain_suffix(path) == ".json":
@@ -78,10 +81,11 @@ def _folder_files(folder: Path, progress: Progress) -> list[Path]:
 
     files, skipped = [], 0
     for where, folders, names in os.walk(folder, onerror=fail):
+        skipped += sum(Path(where, name).is_symlink() for name in folders)
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(where, name)
-            if not name.startswith(".") and plain_suffix(path) in (*TEXT_SUFFIXES, *RECORD_SUFFIXES):
+            if not name.startswith(".") and path.is_file() and plain_suffix(path) in (*TEXT_SUFFIXES, *RECORD_SUFFIXES):
                 files.append(path)
             else:
                 skipped += 1
@@ -89,7 +93,7 @@ def _folder_files(folder: Path, progress: Progress) -> list[Path]:
     if not files:
         raise TenfoldError(f"{folder} holds no text: {skipped} files, none of them {known}")
     if skipped:
-        progress.note(f"skipped {skipped} of {skipped + len(files)} files: hidden, or not {known}")
+        progress.note(f"skipped {skipped} of {skipped + len(files)} files: hidden, links to folders, or not {known}")
     return sorted(files, key=lambda path: path.relative_to(folder).parts)
 
 

@@ -110,7 +110,8 @@ def appearing_whole(out: Path) -> Iterator[Path]:
 
     What a killed process left there is cleared; a process that is still at work there is an error.
     """
-    partial = out.parent / f".{out.name}.partial"
+    whole = out.absolute()
+    partial = whole.parent / f".{whole.name}.partial"
     with telling_disk_faults(out):
         partial.mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY)
@@ -123,7 +124,7 @@ def appearing_whole(out: Path) -> Iterator[Path]:
                 _clear(partial)
                 yield partial
                 os.fsync(lock)
-                partial.rename(out)
+                partial.rename(whole)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
