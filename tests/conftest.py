@@ -31,12 +31,11 @@ def tiny_decoder(tiny_config: Callable[..., ModelConfig]) -> Callable[..., Decod
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
         recompute: bool = False,
-        positions: int = 32,
         **fields: Any,
     ) -> Decoder:
         config = tiny_config(**fields)
         pattern = Pattern.parse(sharing, config.layers)
-        model = Decoder(config, pattern.segments(), positions, dtype, recompute)
+        model = Decoder(config, pattern.segments(), 32, dtype, recompute)
         initialize(model, seed)
         return model.double() if dtype == torch.float64 else model
 
