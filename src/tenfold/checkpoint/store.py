@@ -1,8 +1,8 @@
 """Checkpoints on disk: safetensors and JSON, written whole or not at all, checked when read.
 
 A checkpoint is a folder `step-00000500` with `weights.safetensors`, `optimizer.safetensors` and `manifest.json`,
-which holds the run's place, the sharing pattern, and the length and SHA-256 of both files. Names are canonical by
-layer; a shared block is stored once, under the first layer that uses it.
+which holds the run's place, the sharing pattern, the length and SHA-256 of both files, and its own SHA-256. Names
+are canonical by layer; a shared block is stored once, under the first layer that uses it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def save_checkpoint(
         temporary.mkdir()
         files = {}
         for name, tensors in (("weights.safetensors", weights), ("optimizer.safetensors", optimizer)):
-            # Equal storage would be refused, strides lost: what is saved is each tensor by itself.
+            # What is not contiguous would be refused.
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, temporary / name)
             files[name] = {"bytes": (temporary / name).stat().st_size, "sha256": _digest(temporary / name)}
         manifest = {"format": FORMAT, "step": step, **place, "files": files}
+        manifest["sha256"] = _manifest_digest(manifest)
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
             _flush(path)
@@ -81,8 +82,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise TenfoldError(f"{path} is not a checkpoint: it has no manifest.json") from None
     except (ValueError, OSError) as error:
         raise TenfoldError(f"{path / 'manifest.json'} is damaged: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise TenfoldError(f"{path} has checkpoint format {manifest.get('format')}; this Tenfold reads format {FORMAT}")
+    if manifest.get("format", FORMAT) != FORMAT:
+        raise TenfoldError(f"{path} has checkpoint format {manifest['format']}; this Tenfold reads format {FORMAT}")
+    if manifest.get("sha256") != _manifest_digest(manifest):
+        raise TenfoldError(f"{path / 'manifest.json'} is damaged: its SHA-256 is not the one written in it")
     for name, told in manifest["files"].items():
         file = path / name
         if not file.is_file():
@@ -122,6 +125,11 @@ def retire_checkpoints(folder: Path, keep: int, protected: set[int]) -> None:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    told = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _flush(path: Path) -> None:
