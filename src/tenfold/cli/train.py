@@ -112,39 +112,46 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     assert config.model.vocab_size is not None
     check_tokens(data, config.model.vocab_size)
 
-    folder.mkdir(parents=True, exist_ok=True)
     console = Console()
+    writer: MetricsWriter | None = None
+
+    def emit(event: dict[str, object]) -> None:
+        assert writer is not None
+        writer.write(event)
+        display.event(event)
+
+    stages = plan_stages(config)
+    display = Display(stages[-1].tokens_at(stages[-1].last_step), console=console)
+    run = Run(
+        config, data, folder, device, emit, display.note
+    )  # whatever does not fit is told before anything is written
+    folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder):
         if not started:
             shutil.copyfile(data.path / data.index.tokenizer.file, folder / "tokenizer.json")
             (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
-        with Display(plan_stages(config)[-1].tokens_at(plan_stages(config)[-1].last_step), console=console) as display:
-            writer: MetricsWriter | None = None
-
-            def emit(event: dict[str, object]) -> None:
-                assert writer is not None
-                writer.write(event)
-                display.event(event)
-
-            run = Run(config, data, folder, device, emit, display.note)
-            step = run.restore() if started else None
-            done = step == run.stages[-1].last_step and any(
-                event.get("event") == "end" for event in read_metrics(folder)
-            )
-            if not done:
-                writer = MetricsWriter(folder, resume_step=(step or 0) if started else None)
-                try:
-                    if not run.run():
-                        return 0
-                finally:
-                    writer.close()
-            else:
-                display.note(f"{folder} is finished already")
-        events = read_metrics(folder)
+        step = run.restore() if started else None
+        if step == stages[-1].last_step and _ended(read_metrics(folder)):
+            display.note(f"{folder} is finished already")
+        else:
+            writer = MetricsWriter(folder, resume_step=(step or 0) if started else None)
+            try:
+                with display:
+                    finished = run.run()
+            finally:
+                writer.close()
+            if not finished:
+                return 0
         report = write_report(folder)
-        ends = [event for event in events if event["event"] == "end"]
-        console.print(closing_table(ends[-1], [event for event in events if event["event"] == "delink"], report))
+        events = read_metrics(folder)
+        console.print(
+            closing_table(_ended(events)[-1], [event for event in events if event["event"] == "delink"], report)
+        )
     return 0
+
+
+def _ended(events: list[dict[str, object]]) -> list[dict[str, object]]:
+    return [event for event in events if event["event"] == "end"]
 
 
 def _same_config(given: RunConfig, folder: Path, vocab_size: int, device: object) -> RunConfig:

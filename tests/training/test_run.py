@@ -1,0 +1,319 @@
+"""Whole runs: both stages, stopping and going on, refusals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
+from tenfold.cli.main import main
+from tenfold.reporting.metrics import MetricsWriter, read_metrics
+
+CHAIN = """
+[[stages]]
+name = "one"
+sharing = "all"
+until = {steps = 4}
+batch_size = 8
+[[stages]]
+name = "two"
+sharing = {groups = 2}
+until = "60%"
+[[stages]]
+name = "four"
+sharing = "none"
+moments = "copy"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take longer than these runs; the tests of `reporting` make them, and one test here."""
+    if "report" not in request.keywords:
+        monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
+
+
+def losses(run: Path) -> dict[int, float]:
+    events = [event for event in read_metrics(run) if event["event"] == "step"]
+    steps = [event["step"] for event in events]
+    assert steps == sorted(set(steps)), "each step stands once"
+    return {event["step"]: event["loss"] for event in events}
+
+
+def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_metrics(run) if event["event"] == kind]
+
+
+def final_state(run: Path) -> dict[str, torch.Tensor]:
+    _, weights, optimizer = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+    return {name: tensor.clone() for name, tensor in (weights | optimizer).items()}  # they are views of the file
+
+
+def same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+@pytest.mark.parametrize("model", ["", "[model.moe]\nexperts = 4\nprototypes = 2\n"], ids=["dense", "moe"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_pseudo_then_real_trains_and_keeps_its_function_across_delinking(
+    run_file: Callable[..., Path], tmp_path: Path, model: str, optimizer: str
+) -> None:
+    out = tmp_path / "run"
+    rate = {"adamw": "1e-2", "muon": "1e-2", "adafactor": "0.3"}[optimizer]  # Adafactor's is relative to the weights
+    flags = ["--optim.name", optimizer, "--optim.lr", rate]
+    assert main(["train", str(run_file(model=model)), "--out", str(out), *flags]) == 0
+    (delink,) = of_kind(out, "delink")
+    assert delink["logits_equal"] is True
+    assert delink["max_difference"] == 0
+    assert delink["step"] == 6
+    pseudo, real = of_kind(out, "start")[0]["stages"]
+    assert pseudo["stored_parameters"] < real["stored_parameters"] == real["total_parameters"]
+    assert losses(out)[12] < losses(out)[1]
+    (end,) = of_kind(out, "end")
+    assert [stage["name"] for stage in end["stages"]] == ["pseudo", "real"]
+    assert {"config.toml", "metrics.jsonl", "tokenizer.json", "checkpoints", "tensorboard"} <= {
+        path.name for path in out.iterdir()
+    }
+
+
+@pytest.mark.report
+def test_a_run_ends_with_its_report(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    assert main(["train", str(run_file()), "--out", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "pseudo" in page
+    assert "<svg" in page
+
+
+def test_a_chain_of_three_stages_with_its_own_batch_size(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main(["train", str(run_file(stages=CHAIN)), "--out", str(out)]) == 0
+    assert [event["pattern_to"] for event in of_kind(out, "delink")] == ["(0,0,1,1)", "(0,1,2,3)"]
+    assert all(event["logits_equal"] for event in of_kind(out, "delink"))
+    tokens = {event["step"]: event["tokens"] for event in of_kind(out, "step")}
+    assert tokens[4] == 4 * 8 * 32
+    assert tokens[12] == tokens[4] + 8 * 4 * 32
+
+
+def test_the_effective_configuration_alone_reproduces_the_run(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    main(["train", str(run_file()), "--out", str(first), "--optim.lr", "3e-3", "--training.seed", "5"])
+    main(["train", str(first / "config.toml"), "--out", str(second)])
+    assert losses(first) == losses(second)
+    assert same_tensors(final_state(first), final_state(second))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_seed_fixes_the_run(run_file: Callable[..., Path], tmp_path: Path, recompute: bool) -> None:
+    file = run_file(training=f"recompute = {str(recompute).lower()}")
+    for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
+        torch.manual_seed(len(name) * 7 + int(seed))  # the global generator has no say
+        main(["train", str(file), "--out", str(tmp_path / name), "--training.seed", seed])
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+
+
+def test_recomputing_changes_nothing(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    main(["train", str(run_file()), "--out", str(tmp_path / "keep")])
+    main(["train", str(run_file()), "--out", str(tmp_path / "again"), "--training.recompute"])
+    assert losses(tmp_path / "keep") == losses(tmp_path / "again")
+
+
+# In the Pseudo stage, at its very end, just after delinking, within the Real stage, between checkpoints.
+@pytest.mark.parametrize("stop_at", [1, 3, 6, 7, 11])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+    run_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    file, whole, parts = str(run_file()), tmp_path / "whole", tmp_path / "parts"
+    assert main(["train", file, "--out", str(whole)]) == 0
+
+    original = MetricsWriter.write
+
+    def write(self: MetricsWriter, event: dict[str, Any]) -> None:
+        original(self, event)
+        if event["event"] == "step" and event["step"] == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsWriter, "write", write)
+    assert main(["train", file, "--out", str(parts)]) == 0
+    assert list_checkpoints(parts / "checkpoints")[-1].name == f"step-{stop_at:08d}"
+    assert of_kind(parts, "stop")[0]["reason"] == "SIGTERM"
+    monkeypatch.undo()
+    assert main(["train", file, "--out", str(parts), "--resume"]) == 0
+    assert losses(parts) == losses(whole)
+    assert same_tensors(final_state(parts), final_state(whole))
+    assert [event["stage"] for event in of_kind(parts, "validation")] == ["pseudo", "real"]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    file, whole, killed = run_file(), tmp_path / "whole", tmp_path / "killed"
+    assert main(["train", str(file), "--out", str(whole)]) == 0
+    script = (
+        "import os, signal, sys\n"
+        "from tenfold.cli.main import main\n"
+        "from tenfold.reporting.metrics import MetricsWriter as W\n"
+        "write = W.write\n"
+        "def hook(self, event):\n"
+        "    write(self, event)\n"
+        "    if event.get('event') == 'step' and event['step'] == 8: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "W.write = hook\n"
+        "main(sys.argv[1:])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "train", str(file), "--out", str(killed)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list_checkpoints(killed / "checkpoints")[-1].name == "step-00000006"
+    assert main(["train", str(file), "--out", str(killed), "--resume"]) == 0
+    assert losses(killed) == losses(whole)
+    assert same_tensors(final_state(killed), final_state(whole))
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = str(run_file()), tmp_path / "run"
+    main(["train", file, "--out", str(out)])
+    before = final_state(out)
+    newest = list_checkpoints(out / "checkpoints")[-1] / "weights.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-3] ^= 1
+    newest.write_bytes(content)
+    assert main(["train", file, "--out", str(out), "--resume"]) == 0
+    assert "weights.safetensors is damaged" in capsys.readouterr().out
+    assert same_tensors(final_state(out), before)
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = str(run_file()), tmp_path / "run"
+    main(["train", file, "--out", str(out)])
+    before = (out / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main(["train", file, "--out", str(out), "--resume"]) == 0
+    shown = capsys.readouterr().out
+    assert "finished already" in shown
+    assert "bigram" in shown
+    assert (out / "metrics.jsonl").read_bytes() == before
+
+
+def test_validation_loss_does_not_depend_on_micro_batches(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    found = []
+    for micro in ("1", "4"):
+        out = tmp_path / micro
+        main(["train", str(run_file()), "--out", str(out), "--training.micro-batch-size", micro])
+        found.append([event["validation_loss"] for event in of_kind(out, "validation")])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one message of a command that exits with code 2."""
+    capsys.readouterr()
+    try:
+        code: object = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err + shown.out
+    return shown.err
+
+
+def test_bad_input_gets_one_clear_message(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = str(run_file()), tmp_path / "run"
+    train = ["train", file, "--out", str(out)]
+    cases = {
+        "there is no run file": ["train", str(tmp_path / "none.toml")],
+        "did you mean `training`?": ["train", str(_with(tmp_path / "key.toml", "[trainig]\nsteps = 3\n"))],
+        "not valid TOML": ["train", str(_with(tmp_path / "toml.toml", "[training\n"))],
+        "does not divide into heads": [*train, "--model.hidden", "33"],
+        "names 3 layers, but the model has 4": [*train, "--stages.0.sharing", "0,0,1"],
+        "does not refine": [*train, "--stages.0.sharing", "groups=2", "--stages.1.sharing", "cycle=2"],
+        "greater than 0": [*train, "--optim.lr", "-1"],
+        "Unrecognized": [*train, "--optim.learning-rate", "1"],
+        "model.vocab_size = 10 is smaller than": [*train, "--model.vocab-size", "10"],
+        "alone need": [*train, "--model.preset", "m6-10t", "--data.sequence-length", "32"],
+        "is no device": [*train, "--training.device", "abacus"],
+        "would have no steps": [*train, "--stages.0.until", "100%"],
+        "nothing at": [*train, "--data.path", str(tmp_path / "nothing-here")],
+    }
+    for expected, arguments in cases.items():
+        message = refused(arguments, capsys)
+        if expected != "nothing at":
+            assert expected in message.replace("\n", " "), f"{arguments}: {message}"
+        assert not out.exists(), arguments
+
+
+def _with(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_a_run_directory_is_never_written_over(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = str(run_file()), tmp_path / "run"
+    main(["train", file, "--out", str(out)])
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert "exists already; give --resume" in refused(["train", file, "--out", str(out)], capsys)
+    changed = ["train", file, "--out", str(out), "--resume", "--optim.lr", "0.5"]
+    assert "was begun with optim.lr = 0.01" in refused(changed, capsys)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "letter.txt").write_text("mine")
+    assert "not a run directory" in refused(["train", file, "--out", str(other), "--resume"], capsys)
+    assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def test_several_processes_are_refused(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "one process" in refused(["train", str(run_file()), "--out", str(tmp_path / "run")], capsys)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(
+    run_file: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tenfold.checkpoint import store
+
+    file, out = str(run_file()), tmp_path / "run"
+    save, calls = store.save_file, []
+
+    def fills_up(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) > 3:
+            raise OSError(28, "No space left on device")
+        save(*arguments)
+
+    monkeypatch.setattr(store, "save_file", fills_up)
+    message = refused(["train", file, "--out", str(out)], capsys)
+    assert "No space left" in message
+    assert "step-00000003" in message
+    monkeypatch.undo()
+    assert main(["train", file, "--out", str(out), "--resume"]) == 0
+    assert [path for path in (out / "checkpoints").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_dry_run_prints_the_stages_and_writes_nothing(
+    tmp_path: Path, run_file: Callable[..., Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    out = tmp_path / "run"
+    arguments = ["train", str(run_file()), "--out", str(out), "--dry-run", "--model.preset", "m6-10t"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "10.05T" in shown
+    assert "209.4B" in shown
+    assert not out.exists()
