@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -21,8 +22,8 @@ def parse_count(value: Any) -> int:
     match = _COUNT.fullmatch(value.strip().replace("_", ""))
     if match is None:
         raise ValueError(f'cannot read {value!r} as a count; write for example 2000000, "2M" or "1.5B"')
-    number = float(match[1]) * _MULTIPLE[match[2]] if "." in match[1] else int(match[1]) * _MULTIPLE[match[2]]
-    if number != int(number):
+    number = Fraction(match[1]) * _MULTIPLE[match[2]]
+    if number.denominator != 1:
         raise ValueError(f"{value!r} is not a whole number")
     return int(number)
 
@@ -108,8 +109,8 @@ def parse_until(value: Any) -> dict[str, float | int]:
             value = {match[1]: match[2]}
     if isinstance(value, dict) and len(value) == 1:
         ((kind, amount),) = value.items()
-        if kind in ("tokens", "steps"):
-            return {kind: parse_count(amount)}
+        if kind in ("tokens", "steps") and (count := parse_count(amount)) >= 0:
+            return {kind: count}
         if kind == "share":
             return {kind: parse_share(amount)}
     raise ValueError(
