@@ -84,7 +84,10 @@ class ModelConfig(Section):
         moe = given.get("moe", {})
         if isinstance(moe, Section):
             moe = moe.model_dump()
-        return {**base, **given, "moe": {**base.get("moe", {}), **moe} if isinstance(moe, dict) else moe}
+        expanded = {**base, **given, "moe": {**base.get("moe", {}), **moe} if isinstance(moe, dict) else moe}
+        if any(expanded[key] is None for key in base):  # TOML cannot say None, so the rest is written without the name
+            expanded["preset"] = None
+        return expanded
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
