@@ -32,6 +32,8 @@ examples:
 # What may differ between a run and its resumption: nothing that training depends on.
 _FREE = {"training.log_every", "training.validate_every", "training.device", "checkpoint.every", "checkpoint.keep"}
 
+_BEGINNING = {".lock", "tokenizer.json"}
+
 
 def main(argv: list[str]) -> int:
     """Run the command; TenfoldError tells what the user can put right."""
@@ -84,7 +86,8 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     started = (folder / "config.toml").is_file()
     if folder.exists() and not folder.is_dir():
         raise TenfoldError(f"{folder} is not a folder; give another --out")
-    if folder.is_dir() and any(folder.iterdir()) and not (resume and started):
+    # What a run that was killed while it began may have left is no run yet.
+    if folder.is_dir() and {path.name for path in folder.iterdir()} - _BEGINNING and not (resume and started):
         if resume:
             raise TenfoldError(f"{folder} is not a run directory: it has no config.toml; give another --out")
         raise TenfoldError(f"{folder} exists already; give --resume to go on with it, or another --out")
@@ -95,7 +98,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     from tenfold.data.prepare import ensure_prepared
     from tenfold.hardware.device import pick_device, usable_cores
     from tenfold.reporting.display import Display, closing_table
-    from tenfold.reporting.metrics import MetricsWriter, read_metrics
+    from tenfold.reporting.metrics import MetricsWriter, read_metrics, write_atomically
     from tenfold.reporting.report import write_report
     from tenfold.training.run import Run
     from tenfold.training.setup import check_tokens, resolve
@@ -122,14 +125,13 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
 
     stages = plan_stages(config)
     display = Display(stages[-1].tokens_at(stages[-1].last_step), console=console)
-    run = Run(
-        config, data, folder, device, emit, display.note
-    )  # whatever does not fit is told before anything is written
+    # Whatever does not fit is told here, before anything is written.
+    run = Run(config, data, folder, device, emit, display.note)
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder):
         if not started:
             shutil.copyfile(data.path / data.index.tokenizer.file, folder / "tokenizer.json")
-            (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+            write_atomically(folder / "config.toml", dump_toml(config))
         step = run.restore() if started else None
         if step == stages[-1].last_step and _ended(read_metrics(folder)):
             display.note(f"{folder} is finished already")

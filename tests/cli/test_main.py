@@ -1,0 +1,58 @@
+"""The command line as a whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tenfold.cli import main as command_line
+from tenfold.cli.main import COMMANDS, main
+from tenfold.errors import TenfoldError
+
+
+def test_without_arguments_it_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+
+
+def test_an_unknown_command_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "there is no command 'trian'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"tenfold {command} " in capsys.readouterr().out
+
+
+def test_python_dash_m_tenfold_is_the_same_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "tenfold", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("tenfold ")
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    script = "import sys; from tenfold.cli.main import main; main(['--help']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TenfoldError("mend this"), 2), (OSError(28, "No space left on device"), 2), (KeyboardInterrupt(), 130)],
+)
+def test_errors_for_people_become_one_line(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Command:
+        @staticmethod
+        def main(argv: list[str]) -> int:
+            raise error
+
+    monkeypatch.setattr(command_line.importlib, "import_module", lambda name: Command)
+    assert main(["report"]) == code
+    assert len(capsys.readouterr().err.splitlines()) == 1

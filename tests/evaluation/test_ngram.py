@@ -1,0 +1,65 @@
+"""The counting baselines against plain loops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tenfold.config.run import PrepareConfig
+from tenfold.data.prepare import prepare
+from tenfold.data.sampling import PackedSequences
+from tenfold.evaluation.ngram import _SMOOTHING, ngram_losses
+
+
+def test_unigram_and_bigram_losses_equal_a_loop_over_counts(tmp_path: Path) -> None:
+    for number in range(12):
+        words = " ".join(f"{'abc'[(number * index) % 3]}{'xy'[index % 2]}" for index in range(150))
+        (tmp_path / f"{number}.txt").write_text(f"{number} {words}")
+    options = PrepareConfig(vocab_size=270, validation_fraction=0.3, workers=1)
+    data = prepare(str(tmp_path), tmp_path / "shards", options, show_progress=False)
+    train, held_out = data.split("train"), PackedSequences(data.split("validation"), 16, None)
+    found = ngram_losses(train, held_out, 5, data.vocab_size)
+
+    tokens = train.read(0, train.tokens).tolist()
+    single, pairs = Counter(tokens), Counter(itertools.pairwise(tokens))
+    begun = Counter(tokens[:-1])
+
+    def unigram(token: int) -> float:
+        return (single[token] + 1) / (len(tokens) + data.vocab_size)
+
+    targets = [
+        (int(row[place]), int(row[place + 1]))
+        for row in held_out.batch(0, min(5, len(held_out)))
+        for place in range(16)
+    ]
+    plain = -sum(math.log(unigram(after)) for _, after in targets) / len(targets)
+    best = min(
+        -sum(
+            math.log((pairs[before, after] + smoothing * unigram(after)) / (begun[before] + smoothing))
+            for before, after in targets
+        )
+        / len(targets)
+        for smoothing in _SMOOTHING
+    )
+    assert found.unigram == pytest.approx(plain)
+    assert found.bigram == pytest.approx(best)
+    assert found.bigram < found.unigram
+    assert found.counted_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("smoothing", _SMOOTHING)
+def test_the_bigram_model_is_a_distribution(smoothing: float) -> None:
+    tokens = [0, 1, 1, 2, 0, 1, 3, 0]
+    vocabulary = 5
+    single, pairs, begun = Counter(tokens), Counter(itertools.pairwise(tokens)), Counter(tokens[:-1])
+    unigram = [(single[token] + 1) / (len(tokens) + vocabulary) for token in range(vocabulary)]
+    for before in range(vocabulary):
+        total = sum(
+            (pairs[before, after] + smoothing * unigram[after]) / (begun[before] + smoothing)
+            for after in range(vocabulary)
+        )
+        assert total == pytest.approx(1)
