@@ -157,7 +157,7 @@ def _nearest(path: str, model: type[BaseModel]) -> str:
     close = difflib.get_close_matches(plain, alike, n=1, cutoff=0.75)
     same_leaf = [name for name in known if name.rpartition(".")[2] == parts[-1]]
     near_leaf = difflib.get_close_matches(parts[-1], [name.rpartition(".")[2] for name in known], n=1)
-    best = close[0] if close else same_leaf[0] if same_leaf else ""
+    best = same_leaf[0] if same_leaf else close[0] if close else ""
     if not best and near_leaf:
         best = next(name for name in known if name.rpartition(".")[2] == near_leaf[0])
     if not best:
