@@ -1,0 +1,181 @@
+"""Presets, files and flags: which wins, and what is written back."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenfold.config.load import build, dump_toml, leaves
+from tenfold.config.model import ModelConfig
+from tenfold.config.presets import PRESETS
+from tenfold.config.run import RunConfig
+from tenfold.errors import TenfoldError
+
+
+def test_an_empty_file_is_the_default_run(read):
+    assert read("") == RunConfig()
+
+
+def test_units_are_read_in_a_file(read):
+    config = read('training.tokens = "1.5M"\noptim.warmup = "5%"\nstages = [{sharing = {groups = 2}}]')
+    assert (config.training.tokens, config.optim.warmup, config.stages[0].sharing) == (1_500_000, 0.05, {"groups": 2})
+
+
+def test_fields_win_over_the_preset_and_flags_over_fields(read):
+    text = '[model]\npreset = "moe-tiny"\nlayers = 3\nffn = 100\n[model.moe]\ntop_k = 2'
+    config = read(text, "--model.ffn", "200", "--model.moe.balance-loss", "0.5")
+    assert config.model.layers == 3  # the file's, over the preset's 6
+    assert config.model.ffn == 200  # the flag's, over the file's 100
+    assert config.model.moe.top_k == 2  # the file's, beside what the preset says of the experts
+    assert config.model.moe.prototypes == 2  # the preset's
+    assert config.model.moe.balance_loss == 0.5  # the flag's, over the preset's 0.01
+    assert config.model.tie_embeddings is True  # the preset's
+
+
+def test_a_flag_that_is_not_given_changes_nothing(read):
+    text = '[model]\npreset = "tiny"\n[optim]\nlr = 0.5'
+    assert read(text, "--optim.clip", "2.0").optim.lr == 0.5
+
+
+@pytest.mark.parametrize("spelling", [("--training.batch-size", "8"), ("--training.batch_size=8",)])
+def test_flags_are_spelt_with_dashes_or_underscores_with_a_space_or_an_equals_sign(read, spelling):
+    assert read("training.steps = 5", *spelling).training.batch_size == 8
+
+
+def test_flags_of_stages_count_from_zero(read):
+    text = 'stages = [{name = "a", sharing = "all", until = "20%"}, {name = "b"}]'
+    config = read(text, "--stages.0.sharing", "groups=3", "--stages.0.until", "tokens=2M", "--stages.1.lr-scale", "0.5")
+    assert config.stages[0].sharing == {"groups": 3}
+    assert config.stages[0].until == {"tokens": 2_000_000}
+    assert config.stages[1].lr_scale == 0.5
+    assert config.stages[1].name == "b"
+
+
+def test_switches_are_turned_on_and_off_by_flags(read):
+    assert read("training.steps = 5", "--training.compile").training.compile is True
+    assert read("training = {steps = 5, compile = true}", "--training.no-compile").training.compile is False
+
+
+def test_a_flag_for_the_default_stage_needs_no_stage_in_the_file(read):
+    assert read("", "--stages.0.sharing", "all").stages[0].sharing == "all"
+
+
+@pytest.mark.parametrize("flags", [(), ("--training.tokens", "5", "--training.steps", "5")])
+def test_tokens_and_steps_exclude_each_other(read, flags):
+    with pytest.raises(TenfoldError, match=r"either training\.tokens or training\.steps"):
+        read("training = {steps = 5, tokens = 100}" if not flags else "", *flags)
+
+
+def test_neither_tokens_nor_steps_is_refused(read):
+    with pytest.raises(TenfoldError, match=r"either training\.tokens or training\.steps"):
+        read("training.batch_size = 5")
+
+
+def test_tokens_as_a_flag_win_over_the_files_steps(read):
+    config = read("training.steps = 5", "--training.tokens", "2k")
+    assert (config.training.tokens, config.training.steps) == (2000, None)
+
+
+def test_steps_as_a_flag_win_over_the_files_tokens(read):
+    config = read('training.tokens = "2k"', "--training.steps=7")
+    assert (config.training.tokens, config.training.steps) == (None, 7)
+
+
+def test_other_flags_leave_the_files_tokens_alone(read):
+    assert read('training.tokens = "2k"', "--training.batch-size", "2").training.tokens == 2000
+
+
+def test_a_wrong_value_in_a_flag_is_refused_with_its_path(read):
+    with pytest.raises(TenfoldError, match=r"and flags: `optim\.lr` = -1"):
+        read("", "--optim.lr", "-1")
+
+
+def test_an_unknown_flag_ends_the_program(read, capsys):
+    with pytest.raises(SystemExit):
+        read("", "--optim.learning-rate", "1")
+    assert "learning-rate" in "".join(capsys.readouterr())
+
+
+def written_and_read(config):
+    return build(type(config), tomllib.loads(dump_toml(config)), "written.toml")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_comes_back_from_its_own_toml(preset):
+    config = RunConfig(model=ModelConfig(preset=preset))
+    assert written_and_read(config) == config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_that_is_written_is_written_out_in_full(preset):
+    text = dump_toml(ModelConfig(preset=preset))
+    raw = tomllib.loads(text)
+    assert all(raw[key] == value for key, value in PRESETS[preset].items() if key != "moe")
+
+
+STAGE = st.fixed_dictionaries(
+    {
+        "sharing": st.sampled_from(["all", "none", "sandwich", {"groups": 2}, {"cycle": 3}, [0, 0, 1, 0, 2, 2]]),
+        "moments": st.sampled_from(["copy", "rescale", "reset"]),
+        "batch_size": st.none() | st.integers(1, 100),
+        "lr_scale": st.floats(1e-6, 10),
+        "rewarm": st.integers(0, 100),
+    }
+)
+UNTIL = st.one_of(
+    st.floats(0, 1).map(lambda share: {"share": share}),
+    st.integers(1, 10**12).map(lambda tokens: {"tokens": tokens}),
+    st.integers(1, 10**6).map(lambda steps: {"steps": steps}),
+)
+RUN = st.builds(
+    lambda stages, untils, training, optim, model: {
+        "stages": [
+            {**stage, "name": f"stage {number} “ä”", "until": untils[number] if number < len(stages) - 1 else None}
+            for number, stage in enumerate(stages)
+        ],
+        "training": training,
+        "optim": optim,
+        "model": model,
+    },
+    st.lists(STAGE, min_size=1, max_size=3),
+    st.lists(UNTIL, min_size=3, max_size=3),
+    st.fixed_dictionaries({"seed": st.integers(0, 2**60), "compile": st.booleans()})
+    .flatmap(lambda t: st.sampled_from([{"steps": 7}, {"tokens": 10**13}]).map(lambda end: {**t, **end})),
+    st.fixed_dictionaries(
+        {"lr": st.floats(1e-12, 1e3), "eps": st.floats(1e-300, 1), "warmup": st.floats(0, 1), "clip": st.floats(0, 9)}
+    ),
+    st.fixed_dictionaries(
+        {
+            "preset": st.none() | st.sampled_from(list(PRESETS)),
+            "layers": st.integers(1, 100),
+            "kv_heads": st.none() | st.just(1),
+            "vocab_size": st.none() | st.integers(1, 10**6),
+            "max_positions": st.none() | st.integers(1024, 5000),
+            "qk_norm": st.booleans(),
+        }
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(RUN)
+def test_any_configuration_comes_back_from_its_own_toml(raw):
+    config = build(RunConfig, raw, "random")
+    assert written_and_read(config) == config
+
+
+def test_a_run_file_and_flags_come_back_from_what_is_written(read):
+    config = read('[model]\npreset = "gpt2-124m"', "--model.vocab-size", "None", "--training.tokens", "2B")
+    assert config.model.vocab_size is None
+    assert written_and_read(config).model.vocab_size is None
+
+
+def test_leaves_are_all_values_with_their_dotted_paths():
+    found = dict(leaves(RunConfig()))
+    assert found["optim.lr"] == 3e-4
+    assert found["model.moe.experts"] == 0
+    assert found["stages.0.name"] == "real"
+    assert "model.moe" not in found

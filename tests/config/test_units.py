@@ -1,0 +1,120 @@
+"""Quantities as people write them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tenfold.config.units import parse_count, parse_share, parse_sharing, parse_until
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("2B", 2_000_000_000),
+        ("1.5M", 1_500_000),
+        ("500k", 500_000),
+        ("2T", 2 * 10**12),
+        ("1.001k", 1001),
+        ("4.35M", 4_350_000),
+        ("0.000001M", 1),
+        ("  7 k ", 7000),
+        ("1_000", 1000),
+        ("12", 12),
+        (12, 12),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_counts_are_read_exactly(text, count):
+    assert parse_count(text) == count
+
+
+@given(st.integers(0, 10**6), st.sampled_from([("k", 3), ("M", 6), ("B", 9), ("T", 12)]), st.integers(0, 3))
+def test_every_decimal_count_that_is_whole_is_read_exactly(number, unit, places):
+    letter, power = unit
+    text = f"{number // 10**places}.{number % 10**places:0{places}d}{letter}" if places else f"{number}{letter}"
+    assert parse_count(text) == number * 10 ** (power - places)
+
+
+@pytest.mark.parametrize(
+    "value", ["2b", "B", "", "1.5", "1.0001k", "-5", "1e6", "2 GB", "two", "0x10", "nan", 1.5, 2.0, True, None, [1]]
+)
+def test_what_is_not_a_count_is_refused(value):
+    with pytest.raises(ValueError, match=r"whole number|as a count"):
+        parse_count(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "share"),
+    [("20%", 0.2), ("12.5%", 0.125), ("0%", 0), ("100%", 1), (" 7 % ", 0.07), (0.3, 0.3), (1, 1), (0, 0), ("0.5", 0.5)],
+)
+def test_shares_are_read_as_numbers_or_percentages(value, share):
+    assert parse_share(value) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "value", ["101%", "-1%", 1.01, -0.1, "20 percent", "%", "", math.nan, math.inf, "nan", "inf", True, None, [0.5]]
+)
+def test_what_is_not_a_share_is_refused(value):
+    with pytest.raises(ValueError, match="share"):
+        parse_share(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "sharing"),
+    [
+        ("all", "all"),
+        ("none", "none"),
+        (" sandwich ", "sandwich"),
+        ({"groups": 4}, {"groups": 4}),
+        ({"cycle": 2}, {"cycle": 2}),
+        ("groups=4", {"groups": 4}),
+        ("cycle = 2", {"cycle": 2}),
+        ([0, 0, 1, 1], [0, 0, 1, 1]),
+        ("0,0,1, 1", [0, 0, 1, 1]),
+        ("0", [0]),
+    ],
+)
+def test_every_sharing_pattern_is_read(value, sharing):
+    assert parse_sharing(value) == sharing
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["some", "", "groups", "groups=", "groups=0", {"groups": 0}, {"groups": -1}, {"groups": True}, {"groups": "4"},
+     {"groups": 2, "cycle": 2}, {"group": 2}, {}, [], [0, -1], [0, True], [0, "1"], [0.0], 3, None, True],
+)  # fmt: skip
+def test_what_is_not_a_sharing_pattern_is_refused_with_what_would_be_right(value):
+    with pytest.raises(ValueError, match="groups = 4"):
+        parse_sharing(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "until"),
+    [
+        ("20%", {"share": 0.2}),
+        ({"share": 0.2}, {"share": 0.2}),
+        ({"share": "20%"}, {"share": 0.2}),
+        ({"tokens": "2B"}, {"tokens": 2 * 10**9}),
+        ({"tokens": 5}, {"tokens": 5}),
+        ({"steps": 500}, {"steps": 500}),
+        ("tokens=2B", {"tokens": 2 * 10**9}),
+        ("steps = 500", {"steps": 500}),
+        ("share=0.5", {"share": 0.5}),
+    ],
+)
+def test_every_end_of_a_stage_is_read(value, until):
+    assert parse_until(value) == until
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "20", "120%", "-20%", "soon", 0.2, 500, True, [], {}, {"steps": 1.5}, {"steps": True}, {"steps": -5},
+     {"tokens": -1}, {"share": 2}, {"step": 5}, {"steps": 5, "tokens": 5}, "tokens=-5", "steps=x"],
+)  # fmt: skip
+def test_what_is_not_an_end_of_a_stage_is_refused(value):
+    with pytest.raises(ValueError, match=r"stage|share|count|whole number"):
+        parse_until(value)
