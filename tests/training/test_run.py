@@ -317,3 +317,16 @@ def test_a_dry_run_prints_the_stages_and_writes_nothing(
     assert "10.05T" in shown
     assert "209.4B" in shown
     assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["", "[model.moe]\nexperts = 4\nprototypes = 2\n"], ids=["dense", "moe"])
+def test_a_compiled_run_delinks_exactly_and_trains_as_the_plain_one(
+    run_file: Callable[..., Path], tmp_path: Path, model: str
+) -> None:
+    file = str(run_file(model=model, training="recompute = true"))
+    main(["train", file, "--out", str(tmp_path / "plain")])
+    main(["train", file, "--out", str(tmp_path / "compiled"), "--training.compile"])
+    assert of_kind(tmp_path / "compiled", "delink")[0]["logits_equal"] is True
+    plain, compiled = losses(tmp_path / "plain"), losses(tmp_path / "compiled")
+    assert list(compiled.values()) == pytest.approx(list(plain.values()), rel=1e-4)

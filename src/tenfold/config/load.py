@@ -48,6 +48,9 @@ def load_run(path: Path, flags: Sequence[str] = (), prog: str = "tenfold train R
     if not flags:
         return config
     raw = raw | {"stages": [dict(stage) for stage in raw.get("stages", [{}])]}
+    named = {flag.split("=")[0] for flag in flags}
+    if "--model.preset" in named:  # a flag wins over the file, and a preset is a whole model
+        raw["model"] = {}
     for dotted, value in parse_flags(config, flags, prog):
         *parents, leaf = dotted.split(".")
         table: Any = raw
@@ -55,7 +58,6 @@ def load_run(path: Path, flags: Sequence[str] = (), prog: str = "tenfold train R
             table = table[int(key)] if isinstance(table, list) else table.setdefault(key, {})
         table[leaf] = value
     # training.tokens and training.steps exclude each other: the one given as a flag wins over the file's.
-    named = {flag.split("=")[0] for flag in flags}
     for flag, other in (("--training.tokens", "steps"), ("--training.steps", "tokens")):
         if flag in named and f"--training.{other}" not in named:
             raw["training"].pop(other, None)

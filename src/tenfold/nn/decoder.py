@@ -32,9 +32,8 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's output, and its statistics (see `nn.moe`; empty for a dense layer)."""
         if self.recompute and torch.is_grad_enabled():
-            out: tuple[Tensor, Tensor] = checkpoint(
-                self._compute, x_BTD, rotary, use_reentrant=False, context_fn=_keep_routing
-            )
+            keep = {"context_fn": _keep_routing} if isinstance(self.ffn, MixtureOfExperts) else {}
+            out: tuple[Tensor, Tensor] = checkpoint(self._compute, x_BTD, rotary, use_reentrant=False, **keep)
             return out
         return self._compute(x_BTD, rotary)
 

@@ -61,13 +61,58 @@ class Experts(nn.Module):
 
 def grouped_linear(x_RD: Tensor, weight_EDF: Tensor, rows_E: Tensor) -> Tensor:
     """Each row times the matrix of its expert; experts may have no rows. Result [R, F] in the dtype of x."""
-    weight = weight_EDF.to(x_RD.dtype)
-    aligned = all(size * x_RD.element_size() % 16 == 0 for size in weight.shape[1:])  # what the kernel asks for
-    if aligned and x_RD.dtype in (torch.float32, torch.bfloat16):
-        return F.grouped_mm(x_RD, weight, offs=rows_E.cumsum(0).to(torch.int32))
-    # unbind, not weight[e]: the gradient of an index fills a whole zero tensor for every expert.
-    parts = [rows @ matrix for rows, matrix in zip(x_RD.split(rows_E.tolist()), weight.unbind(), strict=True)]
-    return torch.cat(parts)
+    out: Tensor = _grouped_mm(x_RD, weight_EDF.to(x_RD.dtype), rows_E)
+    return out
+
+
+def _kernel_takes(*sizes: int, like: Tensor) -> bool:
+    """Whether PyTorch's grouped product takes these sizes: rows of 16 bytes, fp32 or bf16."""
+    aligned = all(size * like.element_size() % 16 == 0 for size in sizes)
+    return aligned and like.dtype in (torch.float32, torch.bfloat16)
+
+
+# Operators of our own around the kernel: under torch.compile and fake tensors the bare one takes bf16 alone, and its
+# gradient fails on gradients that are expanded.
+@torch.library.custom_op("tenfold::grouped_mm", mutates_args=())
+def _grouped_mm(x_RD: Tensor, weight_EDF: Tensor, rows_E: Tensor) -> Tensor:
+    if _kernel_takes(*weight_EDF.shape[1:], like=x_RD):
+        return F.grouped_mm(x_RD, weight_EDF, offs=rows_E.cumsum(0).to(torch.int32))
+    parts = zip(x_RD.split(rows_E.tolist()), weight_EDF, strict=True)
+    return torch.cat([rows @ matrix for rows, matrix in parts])
+
+
+@torch.library.custom_op("tenfold::grouped_outer", mutates_args=())
+def _grouped_outer(x_RD: Tensor, grad_RF: Tensor, rows_E: Tensor) -> Tensor:
+    """For each expert the sum over its rows of x^T grad, [E, D, F]: the gradient of its matrix."""
+    if _kernel_takes(x_RD.shape[1], grad_RF.shape[1], like=x_RD):
+        return F.grouped_mm(x_RD.t(), grad_RF, offs=rows_E.cumsum(0).to(torch.int32))
+    parts = zip(x_RD.split(rows_E.tolist()), grad_RF.split(rows_E.tolist()), strict=True)
+    return torch.stack([x.t() @ grad for x, grad in parts])
+
+
+@_grouped_mm.register_fake
+def _(x_RD: Tensor, weight_EDF: Tensor, rows_E: Tensor) -> Tensor:
+    return x_RD.new_empty(x_RD.shape[0], weight_EDF.shape[2])
+
+
+@_grouped_outer.register_fake
+def _(x_RD: Tensor, grad_RF: Tensor, rows_E: Tensor) -> Tensor:
+    return x_RD.new_empty(rows_E.shape[0], x_RD.shape[1], grad_RF.shape[1])
+
+
+def _save_for_grouped_mm(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x_RD, weight_EDF, rows_E = ctx.saved_tensors
+    grad_RF = grad_RF.contiguous()
+    grad_x = _grouped_mm(grad_RF, weight_EDF.transpose(1, 2), rows_E) if ctx.needs_input_grad[0] else None
+    grad_weight = _grouped_outer(x_RD, grad_RF, rows_E) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_weight, None
+
+
+_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save_for_grouped_mm)
 
 
 def _sum_of_rows(x_RD: Tensor, row_NC: Tensor) -> Tensor:
