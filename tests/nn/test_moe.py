@@ -157,6 +157,15 @@ def test_the_grouped_kernel_equals_a_product_for_each_expert(monkeypatch, rows):
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (7, 9)], ids=["kernel", "loop"])
+def test_the_gradient_of_a_plain_sum_over_grouped_products_is_right(shape):
+    x, weight = torch.randn(5, shape[0], requires_grad=True), torch.randn(3, *shape, requires_grad=True)
+    grouped_linear(x, weight, torch.tensor([2, 0, 3])).sum().backward()
+    torch.testing.assert_close(x.grad, weight.detach().sum(2)[[0, 0, 2, 2, 2]])
+    by_expert = torch.stack((x.detach()[:2].sum(0), torch.zeros(shape[0]), x.detach()[2:].sum(0)))
+    torch.testing.assert_close(weight.grad, by_expert[:, :, None].expand_as(weight))
+
+
 @pytest.mark.parametrize("shape", [(8, 9), (7, 8)], ids=["odd output", "odd input"])
 def test_widths_the_kernel_cannot_take_go_by_the_loop(shape):
     x, weight = torch.randn(5, shape[0]), torch.randn(2, *shape)
@@ -280,6 +289,13 @@ def test_the_balance_bias_changes_the_choice_but_not_the_gates(make):
         for t in range(5):
             p = torch.softmax(moe.router.weight @ x[b, t], 0)  # without the bias
             torch.testing.assert_close(y[b, t], p[6] * expert_of(moe, 6, x[b, t]))
+
+
+def test_the_balance_bias_is_added_to_probabilities_and_not_to_logits(make):
+    moe = make(experts=2, bias_rate=0.1)
+    moe.router.weight.data = torch.tensor([[math.log(0.6 / 0.4)], [0.0]]).double().expand(2, HIDDEN) / HIDDEN
+    moe.balance_bias.data[1] = 0.3  # 0.6 against 0.4 + 0.3; as logits 0.405 against 0.3
+    assert moe(torch.ones(1, 1, HIDDEN, dtype=torch.float64))[1][LOADS:].tolist() == [0, 1]
 
 
 def test_the_balance_bias_is_moved_by_no_gradient(make):

@@ -320,11 +320,10 @@ def test_a_dry_run_prints_the_stages_and_writes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["", "[model.moe]\nexperts = 4\nprototypes = 2\n"], ids=["dense", "moe"])
 def test_a_compiled_run_delinks_exactly_and_trains_as_the_plain_one(
-    run_file: Callable[..., Path], tmp_path: Path, model: str
+    run_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    file = str(run_file(model=model, training="recompute = true"))
+    file = str(run_file(training="recompute = true"))
     main(["train", file, "--out", str(tmp_path / "plain")])
     main(["train", file, "--out", str(tmp_path / "compiled"), "--training.compile"])
     assert of_kind(tmp_path / "compiled", "delink")[0]["logits_equal"] is True

@@ -32,7 +32,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's output, and its statistics (see `nn.moe`; empty for a dense layer)."""
         if self.recompute and torch.is_grad_enabled():
-            keep = {"context_fn": _keep_routing} if isinstance(self.ffn, MixtureOfExperts) else {}
+            keep: dict[str, Any] = {"context_fn": _keep_routing} if isinstance(self.ffn, MixtureOfExperts) else {}
             out: tuple[Tensor, Tensor] = checkpoint(self._compute, x_BTD, rotary, use_reentrant=False, **keep)
             return out
         return self._compute(x_BTD, rotary)
