@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast lint format bench clean
+.PHONY: help venv demo test test-fast lint format docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1|/' | column -t -s '|'
@@ -39,6 +39,9 @@ lint: $(STAMP) ## check format, lint and types
 format: $(STAMP) ## format the code and mend what lint can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+docs: $(STAMP) ## write docs/run-file.md from the code
+	@$(BIN)/python -m tenfold.config.reference > docs/run-file.md
 
 bench: $(STAMP) ## measure what docs/results.md reports (about half an hour)
 	@echo "==> benchmarks; each prints its own table"

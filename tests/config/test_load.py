@@ -179,3 +179,7 @@ def test_leaves_are_all_values_with_their_dotted_paths():
     assert found["model.moe.experts"] == 0
     assert found["stages.0.name"] == "real"
     assert "model.moe" not in found
+
+
+def test_a_flag_adds_to_the_defaults_of_a_table_that_the_file_leaves_out(read):
+    assert read("", "--training.batch-size", "4").training == RunConfig().training.model_copy(update={"batch_size": 4})

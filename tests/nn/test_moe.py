@@ -179,6 +179,7 @@ def test_widths_the_kernel_cannot_take_go_by_the_loop(shape):
         (1, 1, "k", 1.0, 2),  # 12 positions / 8 experts = 1.5, rounded up
         (1, 2, "k", 1.25, 4),  # 2 * 1.5 * 1.25 = 3.75
         (1, 2, "one", 1.25, 2),  # 1.5 * 1.25 = 1.875
+        (2, 1, "one", 1.25, 2),  # the fair share is over all experts: as with one prototype
         (2, 1, "k", 0.5, 2),  # 12 / 4 experts of a prototype * 0.5 = 1.5
         (4, 2, "k", 0.25, 3),  # 2 * 12 / 2 * 0.25
     ],

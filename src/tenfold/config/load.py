@@ -47,6 +47,9 @@ def load_run(path: Path, flags: Sequence[str] = (), prog: str = "tenfold train R
     config = build(RunConfig, raw, str(path))
     if not flags:
         return config
+    # A table that the file leaves out counts as its default, to which a flag adds.
+    default: BaseModel = RunConfig.model_fields["training"].default
+    raw = {"training": default.model_dump(exclude_defaults=True)} | raw
     raw = raw | {"stages": [dict(stage) for stage in raw.get("stages", [{}])]}
     named = {flag.split("=")[0] for flag in flags}
     if "--model.preset" in named:  # a flag wins over the file, and a preset is a whole model
@@ -89,7 +92,7 @@ def _mirror(model: type[BaseModel]) -> type:
     for key, hint in typing.get_type_hints(model, include_extras=True).items():
         if key not in model.model_fields:
             continue
-        inner, many = _inner_model(hint)
+        inner, many = inner_model(hint)
         kind = hint if inner is None else list[_mirror(inner)] if many else _mirror(inner)  # type: ignore[misc]
         fields.append((key, typing.Annotated[kind, tyro.conf.arg(help=model.model_fields[key].description)]))
     made = dataclasses.make_dataclass(model.__name__, fields)
@@ -97,7 +100,7 @@ def _mirror(model: type[BaseModel]) -> type:
     return made
 
 
-def _inner_model(hint: Any) -> tuple[type[BaseModel] | None, bool]:
+def inner_model(hint: Any) -> tuple[type[BaseModel] | None, bool]:
     """The section a field holds, if it holds one, and whether it is a list of them."""
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else hint
     is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
@@ -171,7 +174,7 @@ def _nearest(path: str, model: type[BaseModel]) -> str:
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for key, field in model.model_fields.items():
-        inner, _ = _inner_model(field.annotation)
+        inner, _ = inner_model(field.annotation)
         yield f"{prefix}{key}"
         if inner is not None:
             yield from _paths(inner, f"{prefix}{key}.")

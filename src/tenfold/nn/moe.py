@@ -214,8 +214,8 @@ class MixtureOfExperts(nn.Module):
         else is in the batch, nor on how the batch is cut into micro-batches.
         """
         moe = self.config
-        fair = positions * (moe.top_k if moe.capacity == "k" else 1) / (moe.experts // moe.prototypes)
-        capacity = math.ceil(fair * moe.capacity_factor)
+        choices = choice_NC.shape[1] if moe.capacity == "k" else 1
+        capacity = math.ceil(choices * positions / moe.experts * moe.capacity_factor)
         sequence_R = order_R // (positions * choice_NC.shape[1])
         expert_R = choice_NC.flatten()[order_R]
         # Sorted rows stand by expert, then sequence: the place in such a run is the row minus where the run starts.

@@ -19,10 +19,18 @@ from tenfold.reporting.format import (
 
 def dry_run_table(stages: list[dict[str, Any]]) -> Table:
     """The stages of a run that has not begun, from the `stages` of its `start` event."""
-    table = _table("stage", "sharing", "parameters", "stored", "active per token", "FLOPs per token", "steps", "tokens")
-    keys = ["total_parameters", "stored_parameters", "active_parameters", "flops_per_token", "steps", "tokens"]
+    columns = {
+        "parameters": "total_parameters",
+        "in experts": "expert_parameters",
+        "stored": "stored_parameters",
+        "active per token": "active_parameters",
+        "FLOPs per token": "flops_per_token",
+        "steps": "steps",
+        "tokens": "tokens",
+    }
+    table = _table("stage", "sharing", *columns)
     for stage in stages:
-        counts = [format_count(stage.get(key)) for key in keys]
+        counts = [format_count(stage.get(key)) for key in columns.values()]
         table.add_row(Text(str(stage.get("name"))), Text(format_pattern(stage.get("sharing"))), *counts)
     return table
 
