@@ -21,15 +21,18 @@ def test_unigram_and_bigram_losses_equal_a_loop_over_counts(tmp_path: Path) -> N
         (tmp_path / f"{number}.txt").write_text(f"{number} {words}")
     options = PrepareConfig(vocab_size=270, validation_fraction=0.3, workers=1)
     data = prepare(str(tmp_path), tmp_path / "shards", options, show_progress=False)
-    train, held_out = data.split("train"), PackedSequences(data.split("validation"), 16, None)
-    found = ngram_losses(train, held_out, 5, data.vocab_size)
+    train = PackedSequences(data.split("train"), 16, seed=3)
+    held_out = PackedSequences(data.split("validation"), 16, None)
+    found = ngram_losses(train, 11, held_out, 5, data.vocab_size)
 
-    tokens = train.read(0, train.tokens).tolist()
-    single, pairs = Counter(tokens), Counter(itertools.pairwise(tokens))
-    begun = Counter(tokens[:-1])
+    rows = train.batch(0, 11).tolist()
+    pairs = Counter(pair for row in rows for pair in itertools.pairwise(row))
+    single = Counter(token for row in rows for token in row[1:])
+    begun = Counter(token for row in rows for token in row[:-1])
+    tokens = 11 * 16
 
     def unigram(token: int) -> float:
-        return (single[token] + 1) / (len(tokens) + data.vocab_size)
+        return (single[token] + 1) / (tokens + data.vocab_size)
 
     targets = [
         (int(row[place]), int(row[place + 1]))
@@ -48,7 +51,18 @@ def test_unigram_and_bigram_losses_equal_a_loop_over_counts(tmp_path: Path) -> N
     assert found.unigram == pytest.approx(plain)
     assert found.bigram == pytest.approx(best)
     assert found.bigram < found.unigram
-    assert found.counted_tokens == len(tokens)
+    assert found.counted_tokens == tokens
+
+
+def test_no_sequence_is_counted_twice_when_the_run_has_epochs(tmp_path: Path) -> None:
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_text(f"{number} one two three " * 20)
+    options = PrepareConfig(vocab_size=270, validation_fraction=0.3, workers=1)
+    data = prepare(str(tmp_path), tmp_path / "shards", options, show_progress=False)
+    train, held_out = (PackedSequences(data.split(name), 8, seed=1) for name in ("train", "validation"))
+    once = ngram_losses(train, len(train), held_out, 5, data.vocab_size)
+    assert ngram_losses(train, 10 * len(train), held_out, 5, data.vocab_size) == once
+    assert once.counted_tokens == len(train) * 8
 
 
 @pytest.mark.parametrize("smoothing", _SMOOTHING)

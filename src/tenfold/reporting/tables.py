@@ -49,10 +49,13 @@ def closing_table(
             format_number(stage.get("validation_loss"), ".4f"),
             format_number(stage.get("seconds"), ".1f"),
         )
-    lines = [
-        f"for comparison: unigram loss {format_number(end_event.get('unigram_loss'), '.4f')}, "
-        f"bigram loss {format_number(end_event.get('bigram_loss'), '.4f')}"
-    ]
+    lines = []
+    if end_event.get("bigram_loss") is not None:
+        lines.append(
+            f"for comparison: unigram loss {format_number(end_event.get('unigram_loss'), '.4f')}, "
+            f"bigram loss {format_number(end_event.get('bigram_loss'), '.4f')}, "
+            f"counted on the same {format_count(end_event.get('counted_tokens'))} tokens"
+        )
     for delink in delinks:
         names = f"{delink.get('stage_from')} -> {delink.get('stage_to')}"
         lines.append(f"delinking {names} at step {delink.get('step')}: logits {format_logits(delink)}")

@@ -285,9 +285,14 @@ class Run:
             "sample": self._sample(),
         }
         if self.validation is not None:
-            limit = self.config.training.validation_sequences
-            losses = ngram_losses(self.data.split("train"), self.validation, limit, self.model.vocab_size)
-            event |= {"unigram_loss": losses.unigram, "bigram_loss": losses.bigram}
+            last = self.stages[-1]
+            limit, vocabulary = self.config.training.validation_sequences, self.model.vocab_size
+            losses = ngram_losses(self.train, last.sample_at(last.last_step), self.validation, limit, vocabulary)
+            event |= {
+                "unigram_loss": losses.unigram,
+                "bigram_loss": losses.bigram,
+                "counted_tokens": losses.counted_tokens,
+            }
         self.emit(event)
 
     def _sample(self) -> str:
