@@ -66,8 +66,11 @@ def grouped_linear(x_RD: Tensor, weight_EDF: Tensor, rows_E: Tensor) -> Tensor:
 
 
 def _kernel_takes(*sizes: int, like: Tensor) -> bool:
-    """Whether PyTorch's grouped product takes these sizes: rows of 16 bytes, fp32 or bf16."""
+    """Whether PyTorch's grouped product takes these sizes, of this dtype, on this device: rows of 16 bytes; on CUDA
+    bf16 alone, from compute capability 8 on."""
     aligned = all(size * like.element_size() % 16 == 0 for size in sizes)
+    if like.device.type == "cuda":
+        return aligned and like.dtype == torch.bfloat16 and torch.cuda.get_device_capability(like.device) >= (8, 0)
     return aligned and like.dtype in (torch.float32, torch.bfloat16)
 
 
