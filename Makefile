@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast lint format docs bench clean
+.PHONY: help venv demo test test-fast test-gpu lint format docs bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1|/' | column -t -s '|'
@@ -29,6 +29,9 @@ test: $(STAMP) ## run every test
 
 test-fast: $(STAMP) ## run the tests that are not marked slow
 	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m 'not slow'
+
+test-gpu: $(STAMP) ## run the tests that need a CUDA device (in an environment whose PyTorch has CUDA)
+	@$(BIN)/pytest -q -m gpu
 
 lint: $(STAMP) ## check format, lint and types
 	@echo "==> ruff and mypy"

@@ -1,0 +1,67 @@
+"""The same code on a CUDA device; skipped where there is none (`make test-gpu` runs these alone)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tenfold.cli.main import main
+from tenfold.config.model import ModelConfig
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.init import initialize
+from tenfold.nn.loss import cross_entropy_sum
+from tenfold.nn.moe import grouped_linear
+from tenfold.reporting.metrics import read_metrics
+from tenfold.sharing.patterns import Pattern
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
+]
+
+
+@pytest.mark.parametrize("sharing", ["all", "none"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_loss_and_gradients_equal_those_on_the_cpu(sharing: str, recompute: bool) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        moe = {"experts": 4, "prototypes": 2, "balance_loss": 0.01}
+        config = ModelConfig(layers=4, hidden=32, heads=2, ffn=64, vocab_size=100, qk_norm=True, moe=moe)
+        model = Decoder(config, Pattern.parse(sharing, 4).segments(), 32, torch.float32, recompute)
+        initialize(model, 1)
+        model.to(device)
+        tokens = torch.randint(0, 100, (4, 33), generator=torch.Generator().manual_seed(0)).to(device)
+        hidden, statistics = model(tokens[:, :-1])
+        loss = cross_entropy_sum(hidden, model.output_weight, tokens[:, 1:], 100) + statistics[:, 0].sum()
+        loss.backward()
+        found.append([loss.cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)])
+    for cpu, cuda in zip(*found, strict=True):
+        torch.testing.assert_close(cpu, cuda, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [[0, 5, 3, 0], [8, 0, 0, 0], [0, 0, 0, 8]])
+def test_grouped_products_in_bf16_equal_a_loop(rows: list[int]) -> None:
+    x = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 64, 32, device="cuda", requires_grad=True)
+    y = grouped_linear(x, weight, torch.tensor(rows, device="cuda"))
+    parts = zip(x.split(rows), weight.to(torch.bfloat16), strict=True)
+    expected = torch.cat([part @ matrix for part, matrix in parts])
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+    mine, theirs = (torch.autograd.grad(out.float().square().sum(), (x, weight)) for out in (y, expected))
+    torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=1.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_trains_delinks_exactly_and_resumes(
+    run_file: Callable[..., Path], tmp_path: Path, precision: str
+) -> None:
+    arguments = ["train", str(run_file()), "--training.device", "cuda", "--training.precision", precision]
+    assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
+    events = read_metrics(tmp_path / "run")
+    assert [event["logits_equal"] for event in events if event["event"] == "delink"] == [True]
+    losses = [event["loss"] for event in events if event["event"] == "step"]
+    assert losses[-1] < losses[0]
+    assert main([*arguments, "--out", str(tmp_path / "run"), "--resume"]) == 0
