@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tenfold.hardware.cgroup import cpu_limit, memory_limit
-from tenfold.hardware.device import describe_machine, usable_cores
+from tenfold.hardware.cores import usable_cores
+from tenfold.hardware.device import describe_machine
 from tenfold.hardware.memory import memory_limit_bytes, memory_used_bytes, peak_memory_bytes
 
 GIB = 2**30

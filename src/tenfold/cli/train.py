@@ -96,7 +96,8 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     import torch
 
     from tenfold.data.prepare import ensure_prepared
-    from tenfold.hardware.device import pick_device, usable_cores
+    from tenfold.hardware.cores import usable_cores
+    from tenfold.hardware.device import pick_device
     from tenfold.reporting.display import Display, closing_table
     from tenfold.reporting.metrics import MetricsWriter, read_metrics, write_atomically
     from tenfold.reporting.report import write_report

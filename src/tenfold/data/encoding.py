@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from tenfold.data.shards import SplitName
 from tenfold.data.survey import document_key
+from tenfold.hardware.cores import usable_cores
 
 _BATCH_CHARACTERS = 256 * 1024
 
@@ -40,7 +41,7 @@ def encode_documents(
 
     A batch holds some 256 thousand characters and at most two per worker exist at once: memory is constant.
     """
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or usable_cores()
     waiting: deque[Future[list[Encoded]]] = deque()
     with _one_thread_per_call(), ThreadPoolExecutor(workers) as pool:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
 import re
 import time
@@ -12,7 +11,8 @@ from pathlib import Path
 import torch
 
 from tenfold.errors import TenfoldError
-from tenfold.hardware.cgroup import ROOT, cpu_limit, read_text
+from tenfold.hardware.cgroup import ROOT, read_text
+from tenfold.hardware.cores import usable_cores
 from tenfold.hardware.memory import memory_limit_bytes
 
 # Flags of /proc/cpuinfo that decide how fast fp32 and bf16 products are (x86, then Arm).
@@ -42,13 +42,6 @@ def pick_device(name: str) -> torch.device:
     else:
         reason = f"PyTorch ({torch.__version__}) finds no CUDA device; see what nvidia-smi says"
     raise TenfoldError(f'training.device = "cuda": {reason}, or set it to "cpu"')
-
-
-def usable_cores(root: Path = ROOT) -> int:
-    """Cores this process may run on: its affinity, and the control group's quota where that is smaller."""
-    affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_limit(root)
-    return affine if quota is None else max(1, min(affine, math.ceil(quota)))
 
 
 def processor(root: Path = ROOT) -> tuple[str, str]:
