@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,10 @@ from tenfold.config.model import ModelConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.sharing.patterns import Pattern
+
+# The same examples on every run, however slow the machine.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("fixed")
 
 TINY: dict[str, Any] = {"vocab_size": 50, "layers": 4, "hidden": 16, "heads": 2, "ffn": 24, "init_std": 0.2}
 

@@ -160,7 +160,7 @@ RUN = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(RUN)
 def test_any_configuration_comes_back_from_its_own_toml(raw):
     config = build(RunConfig, raw, "random")

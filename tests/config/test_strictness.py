@@ -68,7 +68,7 @@ def test_one_changed_character_anywhere_in_a_key_is_an_error_with_its_path(place
             assert f"did you mean `{right}" in message
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(keys()), st.data())
 def test_any_slip_of_the_pen_in_a_key_is_an_error(place, data):
     *parents, key = place
