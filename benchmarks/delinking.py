@@ -4,7 +4,7 @@ Trains one small model on Python's own library, never sharing and sharing for th
 choice of `moments`, over several seeds, all for the same tokens. Prints held-out loss at the end (mean and standard
 deviation over seeds), loss right after delinking and some steps later, and training seconds.
 
-    python benchmarks/delinking.py [--seeds 3] [--tokens 600000] [--share 0.25] [--sharing all]
+    python benchmarks/delinking.py [--seeds 3] [--tokens 400000] [--share 0.25] [--sharing all]
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     """Run all, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=600_000)
+    parser.add_argument("--tokens", type=int, default=400_000)
     parser.add_argument("--share", type=float, default=0.25)
     parser.add_argument("--sharing", type=parse_sharing, default="all")
     arguments = parser.parse_args()

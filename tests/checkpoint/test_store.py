@@ -138,6 +138,13 @@ def test_a_missing_file_is_named(tmp_path, name):
     assert str(path) in str(caught.value)
 
 
+def test_a_manifest_that_is_no_object_is_named(tmp_path):
+    path = save(tmp_path, 12)
+    (path / "manifest.json").write_text("[]")
+    with pytest.raises(TenfoldError, match=r"manifest\.json is damaged"):
+        read_manifest(path)
+
+
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path):
     with pytest.raises(TenfoldError, match="nothing is not a checkpoint"):
         load_checkpoint(tmp_path / "nothing")
@@ -243,6 +250,22 @@ def test_a_crash_before_the_rename_leaves_no_checkpoint_of_that_name(tmp_path, m
     assert latest(tmp_path) == (tmp_path / "step-00000001", [])
 
 
+def test_a_crash_while_the_same_step_is_replaced_leaves_it_whole(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+
+    def rmtree(path, **_):
+        (path / "manifest.json").unlink()
+        raise KilledError
+
+    monkeypatch.setattr(store.shutil, "rmtree", rmtree)
+    with pytest.raises(KilledError):
+        save(tmp_path, 1)
+    monkeypatch.undo()
+    assert latest(tmp_path) == (tmp_path / "step-00000001", [])
+    save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
 def test_files_are_on_the_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
     events = []
     real_flush, real_rename = store._flush, Path.rename
@@ -313,5 +336,13 @@ def test_a_place_that_is_not_a_folder_is_told(tmp_path):
 def test_retention_keeps_the_newest_and_the_protected(tmp_path, keep, protected, left):
     for step in range(1, 6):
         save(tmp_path, step)
-    retire_checkpoints(tmp_path, keep, protected)
+    retire_checkpoints(tmp_path, 5, keep, protected)
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == left
+
+
+def test_a_later_damaged_checkpoint_does_not_take_the_place_of_the_one_just_saved(tmp_path):
+    for step in (3, 6, 9):
+        save(tmp_path, step)
+    (tmp_path / "step-00000009" / "weights.safetensors").write_bytes(b"")
+    retire_checkpoints(tmp_path, 6, 1, set())
+    assert latest(tmp_path)[0] == tmp_path / "step-00000006"

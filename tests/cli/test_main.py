@@ -41,9 +41,31 @@ def test_help_and_version_do_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
+@pytest.mark.parametrize("argv", [["train"], ["train", "run.toml", "--out"]])
+def test_an_argument_too_few_shows_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("usage: tenfold train RUN.toml")
+    assert "--stages.0.until 10%" in shown
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "nan"], ["--top-p", "0"], ["--seed", "9" * 20]])
+def test_generate_refuses_what_cannot_be_drawn_from(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "run", *flags]) == 2
+    assert "generate needs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(TenfoldError("mend this"), 2), (OSError(28, "No space left on device"), 2), (KeyboardInterrupt(), 130)],
+    [
+        (TenfoldError("mend this"), 2),
+        (OSError(28, "No space left on device"), 2),
+        (NotADirectoryError(20, "Not a directory", "file/run"), 2),
+        (OSError(40, "Too many levels of symbolic links", "loop"), 2),
+        (KeyboardInterrupt(), 130),
+    ],
 )
 def test_errors_for_people_become_one_line(
     error: BaseException, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

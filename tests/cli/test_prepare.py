@@ -50,5 +50,6 @@ def test_without_source_and_out_it_shows_the_usage(argv: list[str]) -> None:
 
 
 def test_a_value_out_of_range_is_an_error(tmp_path: Path, source: str) -> None:
-    with pytest.raises(TenfoldError, match="vocab_size"):
-        main([source, str(tmp_path / "out"), "--vocab-size", "5"])
+    for size in ("5", "1000000000"):
+        with pytest.raises(TenfoldError, match="vocab_size"):
+            main([source, str(tmp_path / "out"), "--vocab-size", size])

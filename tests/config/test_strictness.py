@@ -143,6 +143,7 @@ def test_a_whole_number_is_not_read_from_a_fraction():
         ({"moe": {"experts": 8, "prototypes": 4, "top_k": 3}}, "top_k = 3 is more than the 2 experts"),
         ({"moe": {"shared_experts": 1}}, "shared_experts = 1 needs experts > 0"),
         ({"preset": "gpt5"}, "there is no preset 'gpt5'; there are tiny"),
+        ({"preset": ["tiny"]}, "there is no preset ['tiny']; there are tiny"),
         ({"moe": 3}, "model.moe"),
     ],
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from tenfold.config.run import DataConfig, PrepareConfig
 from tenfold.data import encoding, survey, writing
@@ -239,6 +239,20 @@ def test_a_file_that_is_no_tokenizer_is_an_error(tmp_path: Path, content: str | 
     source = write_jsonl(tmp_path / "a.jsonl", texts(3))
     with pytest.raises(TenfoldError, match=message):
         prepare(str(source), tmp_path / "out", small(tokenizer=str(tmp_path / "t.json")), False)
+
+
+def test_a_tokenizer_that_cannot_encode_the_text_is_an_error(tmp_path: Path) -> None:
+    vocabulary = {"<|endoftext|>": 0, "word": 1}
+    Tokenizer(models.WordLevel(vocabulary)).save(str(tmp_path / "t.json"))
+    source = write_jsonl(tmp_path / "a.jsonl", texts(3))
+    with pytest.raises(TenfoldError, match="cannot encode this text"):
+        prepare(str(source), tmp_path / "out", small(tokenizer=str(tmp_path / "t.json")), False)
+
+
+def test_file_names_that_are_not_utf_8_are_read(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path / "texts") + b"/caf\xe9.txt")).write_text("a few words of text")
+    assert prepare(str(tmp_path / "texts"), tmp_path / "out", small(), False).split("train").documents == 1
 
 
 def test_a_tokenizer_without_an_end_of_document_is_an_error(tmp_path: Path) -> None:

@@ -116,6 +116,16 @@ def test_a_largest_id_that_the_index_hides_is_found_by_verify(folder: Path) -> N
         TokenData.open(folder).verify()
 
 
+def test_an_id_that_the_index_does_not_allow_is_found_when_it_is_read(folder: Path) -> None:
+    file = folder / "train-00001.bin"
+    tokens = np.fromfile(file, "<u2")
+    tokens[7] = 60_000
+    tokens.tofile(file)
+    split = TokenData.open(folder).split("train")
+    with pytest.raises(TenfoldError, match=r"train-00001\.bin is damaged: it holds token id 60000"):
+        split.read(0, split.tokens)
+
+
 def test_a_place_without_prepared_text_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name, message in (("nowhere", "there is no folder"), ("file", "is not a folder"), (".", "holds no index.json")):

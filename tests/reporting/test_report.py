@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -207,4 +208,8 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path, example
     run = example.write(tmp_path / "run")
     with pytest.raises(TenfoldError, match="cannot write the report"):
         write_report(run, run)
+    os.mkfifo(tmp_path / "device")
+    with pytest.raises(TenfoldError, match="no regular file"):
+        write_report(run, tmp_path / "device")
+    assert (tmp_path / "device").is_fifo()
     assert sorted(path.name for path in run.iterdir()) == ["config.toml", "metrics.jsonl"]

@@ -189,6 +189,43 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert same_tensors(final_state(out), before)
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = str(run_file()), tmp_path / "run"
+    main(["train", file, "--out", str(out)])
+    metrics = (out / "metrics.jsonl").read_bytes()
+    for path in list_checkpoints(out / "checkpoints"):
+        (path / "weights.safetensors").write_bytes(b"")
+    assert "is whole" in refused(["train", file, "--out", str(out), "--resume"], capsys)
+    assert (out / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 246 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_told_with_the_keys_that_save_some(
+    error: Exception,
+    run_file: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tenfold.training.run.train_step", fails)
+    message = refused(["train", str(run_file()), "--out", str(tmp_path / "run")], capsys)
+    assert str(error) in message
+    assert "training.micro_batch_size" in message
+
+
 def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(
     run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
