@@ -42,8 +42,12 @@ class GenerateArguments:
 def main(argv: list[str]) -> int:
     """Print the prompt and what the model makes of it."""
     arguments = tyro.cli(GenerateArguments, args=argv, prog="tenfold generate", description=DESCRIPTION)
-    if arguments.tokens < 1 or arguments.temperature < 0 or arguments.top_k < 0 or not 0 < arguments.top_p <= 1:
-        raise TenfoldError("generate needs --tokens > 0, --temperature >= 0, --top-k >= 0 and --top-p over 0 up to 1")
+    fits = arguments.tokens > 0 and arguments.temperature >= 0 and arguments.top_k >= 0 and 0 < arguments.top_p <= 1
+    if not (fits and 0 <= arguments.seed < 2**63):
+        raise TenfoldError(
+            "generate needs --tokens > 0, --temperature >= 0, --top-k >= 0, --top-p over 0 up to 1 and --seed from 0 "
+            "to 2**63 - 1"
+        )
 
     from tenfold.data.vocabulary import end_of_text, load_tokenizer
     from tenfold.evaluation.generation import generate

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         list(parse_flags(RunConfig(), ["--help"], "tenfold train RUN.toml"))
-    parser = argparse.ArgumentParser(prog="tenfold train", usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="tenfold train", usage=USAGE.removeprefix("usage: ").replace("%", "%%"), add_help=False, allow_abbrev=False)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true")
