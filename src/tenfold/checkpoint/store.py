@@ -54,10 +54,12 @@ def save_checkpoint(
         (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
             _flush(path)
-        if final.exists():  # the same step again, after a resume: the same content
-            shutil.rmtree(final)
+        replaced = folder / f".writing-over-{final.name}"
+        if final.exists():  # the same step again, after a resume: out of the way at once, since removing takes time
+            final.rename(replaced)
         temporary.rename(final)
         _flush(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = latest_checkpoint(folder, lambda _: None) if folder.is_dir() else None
@@ -82,6 +84,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise TenfoldError(f"{path} is not a checkpoint: it has no manifest.json") from None
     except (ValueError, OSError) as error:
         raise TenfoldError(f"{path / 'manifest.json'} is damaged: {error}") from None
+    if not isinstance(manifest, dict):
+        raise TenfoldError(f"{path / 'manifest.json'} is damaged: it is no JSON object")
     if manifest.get("format", FORMAT) != FORMAT:
         raise TenfoldError(f"{path} has checkpoint format {manifest['format']}; this Tenfold reads format {FORMAT}")
     if manifest.get("sha256") != _manifest_digest(manifest):
@@ -115,11 +119,15 @@ def latest_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path | None:
     return None
 
 
-def retire_checkpoints(folder: Path, keep: int, protected: set[int]) -> None:
-    """Remove all but the newest `keep` checkpoints and those of the steps in `protected`."""
-    for path in list_checkpoints(folder)[:-keep]:
-        if int(path.name.removeprefix("step-")) not in protected:
-            shutil.rmtree(path)
+def retire_checkpoints(folder: Path, step: int, keep: int, protected: set[int]) -> None:
+    """Remove all but the newest `keep` checkpoints up to `step`, which was just saved, and those in `protected`.
+
+    A later one is damaged, or the run would have gone on from it: it takes nobody's place among the newest.
+    """
+    steps = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder)}
+    for old in [number for number in steps if number <= step][:-keep]:
+        if old not in protected:
+            shutil.rmtree(steps[old])
 
 
 def _digest(path: Path) -> str:

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tenfold.checkpoint.store import latest_checkpoint, load_checkpoint, retire_checkpoints, save_checkpoint
+from tenfold.checkpoint.store import (
+    latest_checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    retire_checkpoints,
+    save_checkpoint,
+)
 from tenfold.config.run import RunConfig
 from tenfold.data.sampling import PackedSequences
 from tenfold.data.shards import TokenData
@@ -86,6 +92,11 @@ class Run:
         """Take up the newest whole checkpoint, if there is one; the step it is of."""
         path = latest_checkpoint(self.checkpoints, self.note)
         if path is None:
+            if list_checkpoints(self.checkpoints):
+                raise TenfoldError(
+                    f"no checkpoint in {self.checkpoints} is whole, and beginning anew would write over them and over "
+                    "the metrics; put one back, move that folder away to begin anew, or give another --out"
+                )
             return None
         manifest, weights, optimizer = load_checkpoint(path)
         self._check_same_run(path, manifest)
@@ -259,7 +270,7 @@ class Run:
         state = state_tensors(self.model, self.optimizers)
         save_checkpoint(self.checkpoints, self.place.step, weights, state, place)
         ends = {stage.last_step for stage in self.stages}
-        retire_checkpoints(self.checkpoints, self.config.checkpoint.keep, ends)
+        retire_checkpoints(self.checkpoints, self.place.step, self.config.checkpoint.keep, ends)
 
     def _check_same_run(self, path: Path, manifest: dict[str, Any]) -> None:
         mine = {
