@@ -80,15 +80,22 @@ class TokenSplit:
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.uint16] | npt.NDArray[np.uint32]:
-        """Tokens start .. stop - 1; they may lie in several shards."""
+        """Tokens start .. stop - 1; they may lie in several shards. An id that the index does not allow is an error."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.tokens}")
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
         parts: list[npt.NDArray[Any]] = []
-        for shard, offset in zip(self._maps[first:], self._starts[first:].tolist(), strict=False):
+        for entry, shard, offset in zip(
+            self._shards[first:], self._maps[first:], self._starts[first:].tolist(), strict=False
+        ):
             if offset >= stop and parts:
                 break
             parts.append(shard[max(start - offset, 0) : stop - offset])
+            if parts[-1].size and (largest := int(parts[-1].max())) > entry.max_token:
+                raise TenfoldError(
+                    f"{self.path / entry.file} is damaged: it holds token id {largest}, and the index says the "
+                    f"largest is {entry.max_token}; {_AGAIN}"
+                )
         return np.concatenate(parts) if parts else self._maps[0][:0]
 
     def document_starts(self) -> npt.NDArray[np.int64]:
