@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from tenfold.data.shards import SplitName
 from tenfold.data.survey import document_key
+from tenfold.errors import TenfoldError
 from tenfold.hardware.cores import usable_cores
 
 _BATCH_CHARACTERS = 256 * 1024
@@ -75,7 +76,11 @@ def _encode(batch: list[str], tokenizer: Tokenizer, end_of_text: int, held_out_b
     ids: dict[SplitName, list[int]] = {"train": [], "validation": []}
     lengths: dict[SplitName, list[int]] = {"train": [], "validation": []}
     text_bytes: dict[SplitName, int] = {"train": 0, "validation": 0}
-    for text, encoding in zip(batch, tokenizer.encode_batch_fast(batch, add_special_tokens=False), strict=True):
+    try:
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise TenfoldError(f"the tokenizer cannot encode this text: {error}; mend it or take another one") from None
+    for text, encoding in zip(batch, encodings, strict=True):
         encoded = text.encode()
         split: SplitName = "validation" if document_key(encoded) < held_out_below else "train"
         tokens = encoding.ids

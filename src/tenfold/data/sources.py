@@ -111,5 +111,5 @@ def _hash(files: list[Path], root: Path) -> str:
                 seen = hashlib.file_digest(file, "sha256").hexdigest()
         else:
             seen = f"{stat.st_size} {stat.st_mtime_ns}"
-        digest.update(f"{path.relative_to(root).as_posix()} {seen}\n".encode())
+        digest.update(os.fsencode(f"{path.relative_to(root).as_posix()} {seen}\n"))
     return digest.hexdigest()
