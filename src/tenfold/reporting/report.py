@@ -19,6 +19,8 @@ def write_report(run: Path, out: Path | None = None) -> Path:
     from tenfold.reporting.plots import all_plots  # here: matplotlib takes a second that other commands need not wait
 
     out = out or run / "report.html"
+    if out.exists() and not out.is_file():  # a device would be exchanged for a file
+        raise TenfoldError(f"cannot write the report {out}: it is no regular file; give another --out")
     page = build_page(history, all_plots(history))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
