@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         list(parse_flags(RunConfig(), ["--help"], "tenfold train RUN.toml"))
-    parser = argparse.ArgumentParser(prog="tenfold train", usage=USAGE.removeprefix("usage: ").replace("%", "%%"), add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="tenfold train", usage=USAGE.removeprefix("usage: ").replace("%", "%%"), add_help=False, allow_abbrev=False
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -141,6 +143,13 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
             try:
                 with display:
                     finished = run.run()
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                raise TenfoldError(
+                    f"out of memory after step {run.place.step}: {str(error).splitlines()[0]}. Set a smaller "
+                    "training.micro_batch_size, or training.recompute = true, in a new --out"
+                ) from None
             finally:
                 writer.close()
             if not finished:
@@ -151,6 +160,13 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
             closing_table(_ended(events)[-1], [event for event in events if event["event"] == "delink"], report)
         )
     return 0
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    # PyTorch has an error of its own for this on a device, and on the CPU only words.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _ended(events: list[dict[str, object]]) -> list[dict[str, object]]:
