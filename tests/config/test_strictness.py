@@ -175,6 +175,7 @@ def test_a_head_width_of_its_own_frees_the_hidden_width():
         ({"stages": [{"sharing": {"groups": 0}}]}, "stages.0.sharing"),
         ({"stages": [{"until": {"steps": -1}}, {"name": "b"}]}, "stages.0.until"),
         ({"training": {"tokens": 0}}, "training.tokens"),
+        ({"training": {"steps": 1, "seed": 2**63}}, "`training.seed` = 9223372036854775808"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused_with_the_path(raw, told):

@@ -79,7 +79,7 @@ class ModelConfig(Section):
         """Fields of the preset, under whatever is written beside it."""
         if not isinstance(given, dict) or given.get("preset") is None:
             return given
-        if given["preset"] not in PRESETS:
+        if given["preset"] not in list(PRESETS):  # a list, since what is given may not be hashable
             raise ValueError(f"there is no preset {given['preset']!r}; there are {', '.join(PRESETS)}")
         base = PRESETS[given["preset"]]
         moe = given.get("moe", {})

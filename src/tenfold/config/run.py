@@ -15,7 +15,9 @@ class PrepareConfig(Section):
     """How text becomes token shards."""
 
     tokenizer: str | None = Field(None, description="A tokenizer.json to use; unset trains a byte-level BPE.")
-    vocab_size: int = Field(8192, ge=257, description="Entries of the BPE that is trained when none is given.")
+    vocab_size: int = Field(
+        8192, ge=257, le=10**7, description="Entries of the BPE that is trained when none is given."
+    )
     text_field: str = Field("text", description="The field of a JSONL record that holds the text.")
     validation_fraction: Share = Field(0.01, description="Share of documents held out for validation.")
     workers: int = Field(0, ge=0, description="Threads that tokenize; 0 is one for each core.")
@@ -39,7 +41,7 @@ class TrainingConfig(Section):
     steps: int | None = Field(None, gt=0, description="Optimizer steps of the whole run (or give tokens).")
     batch_size: int = Field(64, gt=0, description="Sequences in one optimizer step, over all ranks.")
     micro_batch_size: int = Field(0, ge=0, description="Sequences in one forward pass; 0 is the whole batch.")
-    seed: int = Field(1, ge=0, description="Fixes initial weights and the order of the data.")
+    seed: int = Field(1, ge=0, lt=2**63, description="Fixes initial weights and the order of the data.")
     precision: Literal["auto", "bf16", "fp32"] = Field(
         "auto",
         description="Arithmetic of the layers (masters are fp32); auto: bf16 where the machine multiplies it faster.",
