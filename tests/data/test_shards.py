@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tenfold.config.run import PrepareConfig
-from tenfold.data import encoding, writing
+from tenfold.data import encoding, shards, writing
 from tenfold.data.prepare import prepare
 from tenfold.data.shards import TokenData
 from tenfold.errors import TenfoldError
@@ -101,10 +101,13 @@ def test_what_does_not_fit_together_is_refused_when_opened(folder: Path, case: s
 
 
 @pytest.mark.parametrize("name", ["train-00001.bin", "validation-00000.idx"])
-def test_a_flipped_bit_is_found_by_verify(folder: Path, name: str) -> None:
+def test_a_flipped_bit_is_found(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content = bytearray((folder / name).read_bytes())
     content[9] ^= 1
     (folder / name).write_bytes(content)
+    with pytest.raises(TenfoldError, match=rf"{name} is damaged: its sha256"):
+        TokenData.open(folder)
+    monkeypatch.setattr(shards, "VERIFIED_BYTES", 0)  # as for data too large to be read whenever it is opened
     data = TokenData.open(folder)
     with pytest.raises(TenfoldError, match=rf"{name} is damaged: its sha256"):
         data.verify()
@@ -116,7 +119,10 @@ def test_a_largest_id_that_the_index_hides_is_found_by_verify(folder: Path) -> N
         TokenData.open(folder).verify()
 
 
-def test_an_id_that_the_index_does_not_allow_is_found_when_it_is_read(folder: Path) -> None:
+def test_an_id_that_the_index_does_not_allow_is_found_when_it_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "VERIFIED_BYTES", 0)
     file = folder / "train-00001.bin"
     tokens = np.fromfile(file, "<u2")
     tokens[7] = 60_000

@@ -26,6 +26,8 @@ from tenfold.errors import TenfoldError
 SplitName = Literal["train", "validation"]
 INDEX = "index.json"
 VERSION = 1
+VERIFIED_BYTES = 2 * 1024**3
+"""Data up to this size is checked to the last bit whenever it is opened."""
 _AGAIN = "delete the folder and prepare it again"
 
 
@@ -120,9 +122,14 @@ class TokenData:
 
     @classmethod
     def open(cls, path: Path) -> TokenData:
-        """Open the folder; files that are missing, cut short or do not fit together raise a TenfoldError."""
+        """Open the folder; files that are missing, cut short or do not fit together raise a TenfoldError.
+
+        Up to `VERIFIED_BYTES` of tokens are also read and compared with their checksums (some seconds at most).
+        """
         data = cls(path, _read_index(path))
         data._check_files()
+        if sum((path / shard.file).stat().st_size for shard in data._shards()) <= VERIFIED_BYTES:
+            data.verify()
         return data
 
     def tokenizer(self) -> Tokenizer:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tenfold.config.model import ModelConfig
 from tenfold.nn.layers import Attention, Linear, Norm, rotary_table
-from tenfold.nn.moe import LOADS, FeedForward, MixtureOfExperts
+from tenfold.nn.moe import FeedForward, MixtureOfExperts
 
 
 class Block(nn.Module):
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """The final hidden states [B, T, D] and the statistics of every layer [L, columns of `nn.moe`] in fp32."""
-        x_BTD = F.embedding(tokens_BT, self.embedding.weight)
+        x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
             x_BTD = x_BTD + self.positions.weight[: tokens_BT.shape[1]]
         x_BTD = x_BTD.to(self.dtype)
@@ -165,10 +165,6 @@ class Decoder(nn.Module):
         """How many layers use each block parameter."""
         layers = self.layers
         return {parameter: layers.count(block) for block in self.blocks for parameter in block.parameters()}
-
-    def expert_loads(self, statistics: Tensor) -> Tensor:
-        """Tokens that chose each expert, [L, E], out of the statistics of a forward pass."""
-        return statistics[:, LOADS:]
 
 
 def _renumber(run: Sequence[int]) -> list[int]:

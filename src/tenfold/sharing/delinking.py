@@ -9,6 +9,9 @@ What each choice of `moments` means for a block that trained on the mean gradien
   their start (AdamW), v' = v + (q - 1) * max(v - m^2, 0). Adafactor keeps no first moment, so nothing tells noise from
   signal: all of its second moment is multiplied by q, which errs towards smaller steps. Muon has no second moment.
 - reset: state as of a new optimizer, all zeros.
+
+A block trained on the *sum* of the gradients would hand over moments that are too large, and want m / uses_before and
+v / uses_before^2 first; the training step divides, so that this never arises.
 """
 
 from __future__ import annotations
