@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, models
 
 from tenfold.config.run import DataConfig, PrepareConfig
 from tenfold.data import encoding, survey, writing
-from tenfold.data.prepare import ensure_prepared, prepare
+from tenfold.data import prepare as prepare_module
+from tenfold.data.prepare import as_prepared, ensure_prepared, prepare
 from tenfold.data.shards import TokenData
 from tenfold.data.survey import Survey, document_key
 from tenfold.data.vocabulary import for_documents, train_bpe
@@ -463,3 +464,34 @@ def test_the_fingerprint_tells_tokens_apart_and_not_places(tmp_path: Path) -> No
     other = write_jsonl(tmp_path / "c.jsonl", texts(30, seed=1))
     prints = [prepare(str(path), tmp_path / path.stem, small(), False).fingerprint for path in (one, two, other)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_options_that_prepared_shards_were_not_made_with_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three four " * 50)
+    out = tmp_path / "shards"
+    prepare(str(tmp_path / "a.txt"), out, PrepareConfig(vocab_size=260, workers=1), show_progress=False)
+    plain = ensure_prepared(DataConfig(path=str(out)))
+    assert ensure_prepared(DataConfig(path=str(out), vocab_size=260)).fingerprint == plain.fingerprint
+    assert as_prepared(DataConfig(path=str(out)), plain).vocab_size == 260
+    with pytest.raises(TenfoldError, match=r"data\.vocab_size = 300, but .* were prepared with 260"):
+        ensure_prepared(DataConfig(path=str(out), vocab_size=300))
+    other = tmp_path / "tokenizer.json"
+    other.write_text("{}")
+    with pytest.raises(TenfoldError, match=r"data\.tokenizer"):
+        ensure_prepared(DataConfig(path=str(out), tokenizer=str(other)))
+
+
+def test_text_that_is_rewritten_at_the_same_length_while_it_is_read_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one two three four " * 50)
+    trained = prepare_module._train
+
+    def rewrite(*arguments: object) -> object:
+        file.write_text("one two three five " * 50)
+        return trained(*arguments)
+
+    monkeypatch.setattr(prepare_module, "_train", rewrite)
+    with pytest.raises(TenfoldError, match="changed while it was read"):
+        prepare(str(file), tmp_path / "shards", PrepareConfig(vocab_size=260, workers=1), show_progress=False)

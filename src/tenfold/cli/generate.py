@@ -49,6 +49,11 @@ def main(argv: list[str]) -> int:
             "to 2**63 - 1"
         )
 
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError:
+        raise TenfoldError("--prompt is not valid UTF-8") from None
+
     from tenfold.data.vocabulary import end_of_text, load_tokenizer
     from tenfold.evaluation.generation import generate
     from tenfold.hardware.device import pick_device

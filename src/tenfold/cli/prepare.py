@@ -13,8 +13,9 @@ from tenfold.errors import TenfoldError
 
 _USAGE = f"""usage: tenfold prepare SOURCE OUT [flags]
 
-SOURCE  a file or folder of text (.txt .md .rst .py .jsonl, each also .gz or .zst), python-stdlib, or
-        recipe:NAME with one of {", ".join(RECIPES)}
+SOURCE  a file or folder of text (.txt .md .rst .py .jsonl, also .gz or .zst),
+        python-stdlib, or recipe:NAME, where NAME is one of
+        {", ".join(RECIPES)}
 OUT     a new folder for the token shards
 
 examples:

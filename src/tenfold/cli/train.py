@@ -19,8 +19,8 @@ from tenfold.errors import TenfoldError
 USAGE = """usage: tenfold train RUN.toml [--out FOLDER] [--resume] [--dry-run] [flags]
 
 RUN.toml   the run file; every value in it can be given as a flag too
---out      run directory for everything the run writes (runs/NAME of the run file)
---resume   go on from the newest whole checkpoint in the run directory; begin if there is none
+--out      run directory for all that the run writes (runs/NAME of the run file)
+--resume   go on from the newest whole checkpoint; begin if there is none
 --dry-run  print what every stage weighs and costs, and exit
 
 examples:
@@ -83,8 +83,8 @@ def _expected_vocabulary(config: RunConfig) -> int:
 
 def train(config: RunConfig, folder: Path, resume: bool) -> int:
     """Train in the run directory `folder`; the exit code. A signal saves, and is no failure."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise TenfoldError("this Tenfold trains on one process; WORLD_SIZE says there are several")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise TenfoldError(f"this Tenfold trains on one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}")
     started = (folder / "config.toml").is_file()
     if folder.exists() and not folder.is_dir():
         raise TenfoldError(f"{folder} is not a folder; give another --out")
@@ -97,7 +97,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     # Imported here, and only now: PyTorch takes seconds, and a mistake in the arguments should be told at once.
     import torch
 
-    from tenfold.data.prepare import ensure_prepared
+    from tenfold.data.prepare import as_prepared, ensure_prepared
     from tenfold.hardware.cores import usable_cores
     from tenfold.hardware.device import pick_device
     from tenfold.reporting.display import Display, closing_table
@@ -111,6 +111,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     plan_stages(config)  # its faults are told before any text is read
     data = ensure_prepared(config.data)
+    config = config.model_copy(update={"data": as_prepared(config.data, data)})
     if started:
         config = _same_config(config, folder, data.vocab_size, device)
     else:

@@ -166,7 +166,7 @@ def _nearest(path: str, model: type[BaseModel]) -> str:
     if not best and near_leaf:
         best = next(name for name in known if name.rpartition(".")[2] == near_leaf[0])
     if not best:
-        return ""
+        return f"; the keys here are {', '.join(model.model_fields)}" if len(parts) == 1 else ""
     if numbers and best.startswith("stages."):
         best = best.replace("stages.", f"stages.{numbers[0]}.", 1)
     return f"; did you mean `{best}`?"

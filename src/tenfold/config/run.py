@@ -15,7 +15,7 @@ class PrepareConfig(Section):
     """How text becomes token shards."""
 
     tokenizer: str | None = Field(None, description="A tokenizer.json to use; unset trains a byte-level BPE.")
-    vocab_size: int = Field(
+    vocab_size: Count = Field(
         8192, ge=257, le=10**7, description="Entries of the BPE that is trained when none is given."
     )
     text_field: str = Field("text", description="The field of a JSONL record that holds the text.")
@@ -28,6 +28,7 @@ class DataConfig(PrepareConfig):
 
     path: str = Field(
         "python-stdlib",
+        min_length=1,
         description="Text (a file or folder; plain, JSONL, .gz or .zst), prepared shards, python-stdlib, recipe:NAME.",
     )
     cache: str = Field("data", description="Folder where shards made from raw text are kept.")

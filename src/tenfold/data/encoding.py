@@ -33,6 +33,7 @@ class Encoded:
     tokens: npt.NDArray[np.uint32]
     lengths: npt.NDArray[np.int64]
     text_bytes: int
+    key_sum: int
 
 
 def encode_documents(
@@ -76,22 +77,25 @@ def _encode(batch: list[str], tokenizer: Tokenizer, end_of_text: int, held_out_b
     ids: dict[SplitName, list[int]] = {"train": [], "validation": []}
     lengths: dict[SplitName, list[int]] = {"train": [], "validation": []}
     text_bytes: dict[SplitName, int] = {"train": 0, "validation": 0}
+    key_sums: dict[SplitName, int] = {"train": 0, "validation": 0}
     try:
         encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
     except Exception as error:  # tokenizers raises plain Exception
         raise TenfoldError(f"the tokenizer cannot encode this text: {error}; mend it or take another one") from None
     for text, encoding in zip(batch, encodings, strict=True):
         encoded = text.encode()
-        split: SplitName = "validation" if document_key(encoded) < held_out_below else "train"
+        key = document_key(encoded)
+        split: SplitName = "validation" if key < held_out_below else "train"
         tokens = encoding.ids
         ids[split] += tokens
         ids[split].append(end_of_text)
         lengths[split].append(len(tokens) + 1)
         text_bytes[split] += len(encoded)
+        key_sums[split] += key
     return [
-        Encoded(split, np.array(ids[split], np.uint32), np.array(lengths[split], np.int64), text_bytes[split])
-        for split in ids
-        if lengths[split]
+        Encoded(split, np.array(ids[split], np.uint32), np.array(counts, np.int64), text_bytes[split], key_sums[split])
+        for split, counts in lengths.items()
+        if counts
     ]
 
 

@@ -45,7 +45,9 @@ def ensure_prepared(data: DataConfig, show_progress: bool = True) -> TokenData:
     """
     path = Path(data.path).expanduser()
     if holds_shards(path):
-        return TokenData.open(path)
+        shards = TokenData.open(path)
+        _check_agreement(data, shards)
+        return shards
     progress = Progress(show_progress)
     options = PrepareConfig(**{key: getattr(data, key) for key in PrepareConfig.model_fields})
     cache = Path(data.cache).expanduser()
@@ -53,6 +55,26 @@ def ensure_prepared(data: DataConfig, show_progress: bool = True) -> TokenData:
     wanted = json.dumps([VERSION, found.fingerprint, _decisive(options)], sort_keys=True)
     name = f"{readable_name(data.path)}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"
     return _prepare(found, cache / name, options, progress)
+
+
+def _check_agreement(data: DataConfig, shards: TokenData) -> None:
+    """What the run file says of preparation must be what the shards were prepared with: it cannot be done anew."""
+    for key in data.model_fields_set & PrepareConfig.model_fields.keys():
+        value, made = getattr(data, key), shards.index.options.get(key)
+        if key == "tokenizer" and value is not None:
+            value, made = sha256_of(Path(value).expanduser()), shards.index.tokenizer.sha256
+        if made is not None and value is not None and value != made:
+            raise TenfoldError(
+                f"data.{key} = {getattr(data, key)!r}, but the shards in {shards.path} were prepared with {made!r}: "
+                "leave it out, or prepare the text anew"
+            )
+
+
+def as_prepared(data: DataConfig, shards: TokenData) -> DataConfig:
+    """The same section with the options that `shards` were really prepared with."""
+    known = {key: value for key, value in shards.index.options.items() if key in PrepareConfig.model_fields}
+    known.pop("tokenizer", None)  # a checksum there, a path here
+    return data.model_copy(update=known)
 
 
 def _prepare(source: Source, out: Path, options: PrepareConfig, progress: Progress) -> TokenData:
@@ -95,7 +117,7 @@ def _write_shards(
         int(seen.text_bytes / _BYTES_PER_TOKEN_AT_LEAST + seen.documents) * np.dtype(dtype).itemsize
         + 8 * seen.documents
     )
-    written = 0
+    written, key_sum = 0, 0
     batches = encode_documents(source.documents(), tokenizer, end, held_out_below, options.workers)
     with (
         telling_disk_faults(out, bytes_needed),
@@ -106,9 +128,9 @@ def _write_shards(
             for part in batch:
                 writers[part.split].add(part.tokens, part.lengths, part.text_bytes)
                 advance(part.text_bytes, len(part.lengths), len(part.tokens))
-                written += part.text_bytes
+                written, key_sum = written + part.text_bytes, key_sum + part.key_sum
         splits = {split: writer.close() for split, writer in writers.items()}
-    if written != seen.text_bytes:
+    if (written, key_sum) != (seen.text_bytes, seen.key_sum):
         raise TenfoldError(f"{source.name} changed while it was read; run again when nothing writes to it")
     return Index(
         tokenizer=TokenizerEntry(file=_TOKENIZER, sha256=sha256_of(folder / _TOKENIZER)),

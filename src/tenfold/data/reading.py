@@ -123,7 +123,7 @@ def _field(line: str, field: str, where: str) -> str:
         ) from None
     if not isinstance(record, dict):
         raise TenfoldError(
-            f'{where} holds a {type(record).__name__}; each line must be an object such as {{"{field}": ...}}'
+            f'{where} is of type {type(record).__name__}; each line must be an object such as {{"{field}": ...}}'
         )
     if field not in record:
         fields = ", ".join(map(repr, record)) or "none"
@@ -132,8 +132,8 @@ def _field(line: str, field: str, where: str) -> str:
     if not isinstance(text, str):
         strings = ", ".join(repr(key) for key, value in record.items() if isinstance(value, str)) or "none"
         raise TenfoldError(
-            f"{where}: field {field!r} is a {type(text).__name__}, not a string; the fields with text are {strings}: "
-            "choose one with --text-field"
+            f"{where}: field {field!r} is of type {type(text).__name__}, not a string; the fields with text are "
+            f"{strings}: choose one with --text-field"
         )
     try:
         text.encode()

@@ -25,6 +25,8 @@ class Survey:
 
     documents: int = 0
     text_bytes: int = 0
+    key_sum: int = 0
+    """Of all document keys: tells whether a second pass saw the same text."""
     lowest: int = _KEYS
     highest: int = -1
     sample: list[tuple[int, str]] = field(default_factory=list)
@@ -55,6 +57,7 @@ def survey(documents: Iterable[str], with_sample: bool, advance: Advance) -> Sur
         key = document_key(encoded)
         found.documents += 1
         found.text_bytes += len(encoded)
+        found.key_sum += key
         found.lowest, found.highest = min(found.lowest, key), max(found.highest, key)
         advance(len(encoded), 1, 0)
         if with_sample and key < bound:

@@ -83,11 +83,6 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of the whole run."""
-        return self.stages[-1].tokens_at(self.stages[-1].last_step)
-
     def restore(self) -> int | None:
         """Take up the newest whole checkpoint, if there is one; the step it is of."""
         path = latest_checkpoint(self.checkpoints, self.note)
@@ -273,17 +268,18 @@ class Run:
         retire_checkpoints(self.checkpoints, self.place.step, self.config.checkpoint.keep, ends)
 
     def _check_same_run(self, path: Path, manifest: dict[str, Any]) -> None:
+        if manifest["data_fingerprint"] != self.data.fingerprint:
+            raise TenfoldError(
+                f"the training data is not what {path} was trained on: the text behind data.path = "
+                f"{self.config.data.path} has changed, or it is prepared otherwise. Put it back, or give another --out"
+            )
         mine = {
             "model": self.config.model.model_dump(mode="json", exclude_none=True),
             "optimizer": self.config.optim.name,
-            "data_fingerprint": self.data.fingerprint,
         }
         for key, value in mine.items():
             if manifest[key] != value:
-                raise TenfoldError(
-                    f"{path} is a checkpoint of another {key.replace('_', ' ')}: "
-                    f"it has {manifest[key]}, this run {value}"
-                )
+                raise TenfoldError(f"{path} is a checkpoint of another {key}: it has {manifest[key]}, this run {value}")
 
     def _close(self) -> None:
         """The run's closing numbers, beside those of the models that only count."""
