@@ -114,8 +114,7 @@ def test_the_dry_run_table_has_a_row_for_each_stage(example: SimpleNamespace) ->
     console.print(dry_run_table(example.stages))
     rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert rows[0].split() == [
-        *("stage", "sharing", "parameters", "in", "experts", "stored", "active", "per", "token"),
-        *("FLOPs", "per", "token", "steps", "tokens"),
+        *("stage", "sharing", "params", "experts", "stored", "active", "FLOPs", "steps", "tokens"),
     ]
     assert rows[1].split() == ["pseudo", "all", "15.2M", "–", "4.39M", "7.34M", "48.23M", "240", "3.93M"]
     assert rows[2].split() == ["real", "none", "15.2M", "–", "15.2M", "7.34M", "48.23M", "360", "5.9M"]

@@ -13,11 +13,15 @@ from tenfold.config.presets import PRESETS
 class MoEConfig(Section):
     """Mixture of experts with expert prototyping in place of the dense feed-forward (M6-T, arXiv 2105.15082)."""
 
-    experts: int = Field(0, ge=0, description="Experts in a layer, over all prototypes; 0 is a dense model.")
-    prototypes: int = Field(1, ge=1, description="Groups the experts are split into; a token goes to top_k of each.")
-    top_k: int = Field(1, ge=1, description="Experts each token is sent to inside every prototype.")
-    ffn: int = Field(0, ge=0, description="Hidden width of one expert; 0 takes model.ffn.")
-    shared_experts: int = Field(0, ge=0, description="Experts that every token passes besides the routed ones.")
+    experts: int = Field(0, ge=0, le=10**7, description="Experts in a layer, over all prototypes; 0 is a dense model.")
+    prototypes: int = Field(
+        1, ge=1, le=10**7, description="Groups the experts are split into; a token goes to top_k of each."
+    )
+    top_k: int = Field(1, ge=1, le=10**7, description="Experts each token is sent to inside every prototype.")
+    ffn: int = Field(0, ge=0, le=10**7, description="Hidden width of one expert; 0 takes model.ffn.")
+    shared_experts: int = Field(
+        0, ge=0, le=10**7, description="Experts that every token passes besides the routed ones."
+    )
     capacity: Literal["dropless", "k", "one"] = Field(
         "dropless",
         description="Tokens one expert takes from a sequence of T: dropless (no limit), k (C x T / experts x "
@@ -53,15 +57,23 @@ class ModelConfig(Section):
     """A decoder, GPT-2- or Llama-shaped, dense or mixture of experts. Widths are in elements."""
 
     preset: str | None = Field(None, description="Start from a named shape: " + ", ".join(PRESETS) + ".")
-    vocab_size: int | None = Field(None, gt=0, description="Rows of the vocabulary; unset takes the tokenizer's.")
-    vocab_multiple: int = Field(64, gt=0, description="The vocabulary is padded to a multiple of this many rows.")
-    layers: int = Field(6, gt=0, description="Transformer layers, by depth.")
-    hidden: int = Field(256, gt=0, description="Width of the residual stream.")
-    heads: int = Field(4, gt=0, description="Query heads.")
-    kv_heads: int | None = Field(None, gt=0, description="Key and value heads (grouped-query); unset equals heads.")
-    head_dim: int | None = Field(None, gt=0, description="Width of one head; unset is hidden / heads.")
-    ffn: int = Field(1024, gt=0, description="Hidden width of the feed-forward.")
-    max_positions: int | None = Field(None, gt=0, description="Rows of learned positions; unset: sequence_length.")
+    vocab_size: int | None = Field(
+        None, gt=0, le=10**7, description="Rows of the vocabulary; unset takes the tokenizer's."
+    )
+    vocab_multiple: int = Field(
+        64, gt=0, le=10**7, description="The vocabulary is padded to a multiple of this many rows."
+    )
+    layers: int = Field(6, gt=0, le=10**4, description="Transformer layers, by depth.")
+    hidden: int = Field(256, gt=0, le=10**7, description="Width of the residual stream.")
+    heads: int = Field(4, gt=0, le=10**7, description="Query heads.")
+    kv_heads: int | None = Field(
+        None, gt=0, le=10**7, description="Key and value heads (grouped-query); unset equals heads."
+    )
+    head_dim: int | None = Field(None, gt=0, le=10**7, description="Width of one head; unset is hidden / heads.")
+    ffn: int = Field(1024, gt=0, le=10**7, description="Hidden width of the feed-forward.")
+    max_positions: int | None = Field(
+        None, gt=0, le=10**7, description="Rows of learned positions; unset: sequence_length."
+    )
     norm: Literal["layernorm", "rmsnorm"] = Field("rmsnorm", description="Norm before attention and feed-forward.")
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the norms.")
     activation: Literal["gelu", "swiglu"] = Field("swiglu", description="Feed-forward: two or three matrices.")

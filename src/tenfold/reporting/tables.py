@@ -17,14 +17,14 @@ from tenfold.reporting.format import (
 )
 
 
-def dry_run_table(stages: list[dict[str, Any]]) -> Table:
+def dry_run_table(stages: list[dict[str, Any]]) -> RenderableType:
     """The stages of a run that has not begun, from the `stages` of its `start` event."""
     columns = {
-        "parameters": "total_parameters",
-        "in experts": "expert_parameters",
+        "params": "total_parameters",
+        "experts": "expert_parameters",
         "stored": "stored_parameters",
-        "active per token": "active_parameters",
-        "FLOPs per token": "flops_per_token",
+        "active": "active_parameters",
+        "FLOPs": "flops_per_token",
         "steps": "steps",
         "tokens": "tokens",
     }
@@ -32,7 +32,11 @@ def dry_run_table(stages: list[dict[str, Any]]) -> Table:
     for stage in stages:
         counts = [format_count(stage.get(key)) for key in columns.values()]
         table.add_row(Text(str(stage.get("name"))), Text(format_pattern(stage.get("sharing"))), *counts)
-    return table
+    legend = (
+        "params: as if every layer had its own; experts: those of them in routed experts; stored: those that exist, a "
+        "shared block once; active: used by one token; FLOPs: for one token, forward and backward"
+    )
+    return Group(table, Text(legend, style="dim"))
 
 
 def closing_table(
