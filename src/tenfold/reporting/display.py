@@ -86,7 +86,7 @@ class Display:
     def note(self, text: str) -> None:
         """A line that stays, above the live display."""
         if not self._quiet:
-            self._console.print(Text(text), soft_wrap=True)
+            self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in one event of `metrics.jsonl`."""
