@@ -43,8 +43,9 @@ format: $(STAMP) ## format the code and mend what lint can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-docs: $(STAMP) ## write docs/run-file.md from the code
+docs: $(STAMP) ## write docs/run-file.md from the code (and docs/demo.svg from the demo, if it has run)
 	@$(BIN)/python -m tenfold.config.reference > docs/run-file.md
+	@test ! -f runs/demo/metrics.jsonl || $(BIN)/python docs/picture.py runs/demo docs/demo.svg
 
 bench: $(STAMP) ## measure what docs/results.md reports (about half an hour)
 	@echo "==> benchmarks; each prints its own table"

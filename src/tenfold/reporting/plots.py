@@ -37,8 +37,8 @@ def loss_plot(history: History, axis: str) -> str:
         level = (history.end or {}).get(f"{name}_loss")
         if level is not None:
             axes.axhline(level, color=COLOURS["baseline"], linestyle=(0, (5, 3)), linewidth=1)
-            where: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": 8, "color": COLOURS["baseline"]}
-            axes.text(0.995, level, name, transform=axes.get_yaxis_transform(), **where)
+            where: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": COLOURS["baseline"]}
+            axes.text(0.5, level, name, transform=axes.get_yaxis_transform(), **where)
     axes.set_ylabel("loss, nats per token")
     _mark_stages(axes, history, axis)
     axes.legend(loc="upper right", bbox_to_anchor=(1, 0.97))
