@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import torch
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
 from tenfold.reporting.metrics import MetricsWriter, read_metrics
+
+HEADERS = Path(sysconfig.get_path("include"), "Python.h")
 
 CHAIN = """
 [[stages]]
@@ -356,7 +360,17 @@ def test_a_dry_run_prints_the_stages_and_writes_nothing(
     assert not out.exists()
 
 
+def test_compiling_without_a_compiler_is_refused_before_the_run(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    message = refused(["train", str(run_file()), "--out", str(tmp_path / "run"), "--training.compile"], capsys)
+    assert "needs a C++ compiler (g++)" in message
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(not HEADERS.is_file(), reason="torch.compile needs Python.h, and it is not installed")
 def test_a_compiled_run_delinks_exactly_and_trains_as_the_plain_one(
     run_file: Callable[..., Path], tmp_path: Path
 ) -> None:

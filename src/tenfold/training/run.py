@@ -33,7 +33,7 @@ from tenfold.hardware.memory import memory_used_bytes
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.delinking import delink
 from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, state_tensors
-from tenfold.training.setup import DTYPES, build_model, check_memory, compile_blocks, describe_stages
+from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_blocks, describe_stages
 from tenfold.training.stages import Stage, learning_rate, plan_stages
 from tenfold.training.step import StepResult, routing_metrics, train_step
 
@@ -70,6 +70,8 @@ class Run:
         self.stages = plan_stages(config)
         self.described = describe_stages(config, self.stages)
         check_memory(self.described, config.optim.name, device)
+        if config.training.compile:
+            check_compiler(device)
         length, seed = config.data.sequence_length, config.training.seed
         self.train = PackedSequences(data.split("train"), length, seed)
         self.validation = self._held_out()

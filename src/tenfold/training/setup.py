@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -87,6 +90,19 @@ def shape_of(config: RunConfig, pattern: Pattern) -> Decoder:
     training = config.training
     dtype = DTYPES[training.precision]
     return Decoder(config.model, pattern.segments(), config.data.sequence_length, dtype, training.recompute)
+
+
+def check_compiler(device: torch.device) -> None:
+    """What torch.compile needs on a CPU is there, or a TenfoldError before the first step."""
+    if device.type != "cpu":
+        return
+    missing = []
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name):
+        missing.append("a C++ compiler (g++)")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        missing.append("Python's headers (python3-dev)")
+    if missing:
+        raise TenfoldError(f"training.compile = true needs {' and '.join(missing)}; install it, or set it to false")
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
