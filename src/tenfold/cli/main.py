@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 from tenfold import __version__
@@ -33,9 +32,6 @@ tenfold COMMAND --help tells more of one."""
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    # Threads that wait should sleep, not spin: on a machine where anything else runs, spinning makes each product wait
-    # for a thread that has no core. Read once, when PyTorch is imported, so it stands before that.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())))
         return 0
