@@ -28,7 +28,7 @@ def _m6(layers: int, experts: int, ffn: int, prototypes: int = 1) -> dict[str, A
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "tiny": {**_LLAMA, "layers": 6, "hidden": 256, "heads": 4, "ffn": 704, "tie_embeddings": True},
+    "tiny": {**_LLAMA, "layers": 6, "hidden": 256, "heads": 4, "ffn": 704, "tie_embeddings": True, "init_std": 0.05},
     "moe-tiny": {
         **_LLAMA,
         "layers": 6,
@@ -36,6 +36,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "heads": 4,
         "ffn": 384,
         "tie_embeddings": True,
+        "init_std": 0.05,
         "moe": {"experts": 8, "prototypes": 2, "top_k": 1, "balance_loss": 0.01},
     },
     "gpt2-124m": {
