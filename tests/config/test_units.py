@@ -75,6 +75,8 @@ def test_what_is_not_a_share_is_refused(value):
         ("cycle = 2", {"cycle": 2}),
         ([0, 0, 1, 1], [0, 0, 1, 1]),
         ("0,0,1, 1", [0, 0, 1, 1]),
+        ("[0, 0, 1, 1]", [0, 0, 1, 1]),
+        ("{groups = 4}", {"groups": 4}),
         ("0", [0]),
     ],
 )
@@ -104,6 +106,7 @@ def test_what_is_not_a_sharing_pattern_is_refused_with_what_would_be_right(value
         ("tokens=2B", {"tokens": 2 * 10**9}),
         ("steps = 500", {"steps": 500}),
         ("share=0.5", {"share": 0.5}),
+        ('{tokens = "2B"}', {"tokens": 2 * 10**9}),
     ],
 )
 def test_every_end_of_a_stage_is_read(value, until):

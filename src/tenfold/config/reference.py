@@ -16,8 +16,9 @@ from tenfold.config.run import RunConfig
 _HEAD = """# The run file
 
 TOML. Every key is a flag too: `[optim] lr = 3e-4` is `--optim.lr 3e-4`, and a key of the first stage
-`--stages.0.until 10%`. An unknown key is an error that names the nearest right one. Counts may be written "500k", "2B";
-shares 0.2 or "20%". This page is made from the code (`make docs`); `tenfold train --help` says the same.
+`--stages.0.until 10%`. An unknown key is an error that names the nearest right one. Counts of tokens and
+`vocab_size` of `[data]` may be written "500k", "2B"; shares 0.2 or "20%". This page is made from the code
+(`make docs`); `tenfold train --help` says the same.
 """
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tenfold.config.base import Section
 from tenfold.config.model import ModelConfig
-from tenfold.config.units import Count, Share, Sharing, Until
+from tenfold.config.units import Count, OptionalCount, Share, Sharing, Until
 
 
 class PrepareConfig(Section):
@@ -38,7 +38,7 @@ class DataConfig(PrepareConfig):
 class TrainingConfig(Section):
     """How long and in what arithmetic."""
 
-    tokens: Count | None = Field(None, gt=0, description="Tokens of the whole run (or give steps).")
+    tokens: OptionalCount = Field(None, gt=0, description="Tokens of the whole run (or give steps).")
     steps: int | None = Field(None, gt=0, description="Optimizer steps of the whole run (or give tokens).")
     batch_size: int = Field(64, gt=0, description="Sequences in one optimizer step, over all ranks.")
     micro_batch_size: int = Field(0, ge=0, description="Sequences in one forward pass; 0 is the whole batch.")
@@ -99,7 +99,8 @@ class StageConfig(Section):
     name: str = Field("real", min_length=1, description="What the stage is called in logs and plots.")
     sharing: Sharing = Field("none", description="Which layers share one set of weights.")
     until: Until = Field(
-        None, description="Where in the run the stage ends (20%, {tokens = 2B}, {steps = 500}); the last stage: unset."
+        None,
+        description='Where in the run the stage ends ("20%", {tokens = "2B"}, {steps = 500}); the last stage: unset.',
     )
     moments: Literal["copy", "rescale", "reset"] = Field(
         "rescale", description="What optimizer state freed layers start from when this stage begins."

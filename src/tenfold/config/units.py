@@ -54,17 +54,26 @@ def _flag(parse: Any, metavar: str, show: Any = str) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(parse_count), _flag(parse_count, "N|2M|1.5B")]
+OptionalCount = Annotated[
+    Annotated[int, BeforeValidator(parse_count)] | None,
+    _flag(lambda text: None if text == "None" else parse_count(text), "N|2M|1.5B"),
+]
 Share = Annotated[float, BeforeValidator(parse_share), _flag(parse_share, "0.2|20%")]
+
+
+def _without_brackets(text: str) -> str:
+    text = text.strip()
+    return text[1:-1].strip() if text[:1] + text[-1:] in ("[]", "{}") else text
 
 
 def parse_sharing(value: Any) -> str | dict[str, int] | list[int]:
     """A sharing pattern as it stands in a run file or a flag.
 
     "all", "none", "sandwich", {groups = 4}, {cycle = 2} or a map such as [0, 0, 1, 1]; on the command line
-    groups=4, cycle=2 and 0,0,1,1.
+    groups=4, cycle=2 and 0,0,1,1, in their brackets or without.
     """
     if isinstance(value, str):
-        text = value.strip()
+        text = _without_brackets(value)
         if text in ("all", "none", "sandwich"):
             return text
         if match := re.fullmatch(r"(groups|cycle)\s*=\s*(\d+)", text):
@@ -99,14 +108,14 @@ Sharing = Annotated[
 def parse_until(value: Any) -> dict[str, float | int]:
     """Where in the run a stage ends: at "20%" of it, at {tokens = "2B"} or at {steps = 500}, from the run's start.
 
-    On the command line 20%, tokens=2B and steps=500.
+    On the command line 20%, tokens=2B and steps=500, in their brackets or without.
     """
     if isinstance(value, str):
-        text = value.strip()
+        text = _without_brackets(value)
         if text.endswith("%"):
             return {"share": parse_share(text)}
         if match := re.fullmatch(r"(tokens|steps|share)\s*=\s*(\S+)", text):
-            value = {match[1]: match[2]}
+            value = {match[1]: match[2].strip("\"'")}
     if isinstance(value, dict) and len(value) == 1:
         ((kind, amount),) = value.items()
         if kind in ("tokens", "steps") and (count := parse_count(amount)) >= 0:
