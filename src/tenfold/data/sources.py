@@ -48,7 +48,13 @@ def open_source(source: str, text_field: str, recipe_folder: Path, progress: Pro
         return Source(source, _hash([path], path.parent), lambda: read_documents(path, "text"), {"packages": packages})
     path = Path(source).expanduser()
     with reading(path):
-        path.stat()
+        try:
+            path.stat()
+        except FileNotFoundError:
+            raise TenfoldError(
+                f"there is no file or folder {path}; data.path (SOURCE of `tenfold prepare`) is text, python-stdlib or "
+                "recipe:NAME"
+            ) from None
     if holds_shards(path):
         raise TenfoldError(f"{path} holds token shards already; give the text they were made from")
     files = _folder_files(path, progress) if path.is_dir() else [_checked_file(path)]
