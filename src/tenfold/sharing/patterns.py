@@ -37,7 +37,10 @@ class Pattern:
         if isinstance(spec, dict):
             ((kind, number),) = spec.items()
             if layers % number:
-                raise TenfoldError(f"sharing {{{kind} = {number}}} does not divide the model's {layers} layers evenly")
+                fitting = ", ".join(str(count) for count in range(1, layers + 1) if layers % count == 0)
+                raise TenfoldError(
+                    f"sharing {{{kind} = {number}}} does not divide the model's {layers} layers evenly; {fitting} would"
+                )
             return cls(layer // (layers // number) if kind == "groups" else layer % number for layer in range(layers))
         if isinstance(spec, str):
             raise TenfoldError(f"there is no sharing pattern {spec!r}")
