@@ -53,7 +53,7 @@ def test_everything_that_happened_has_its_line(example: SimpleNamespace) -> None
         "step 240: validation loss",
         "delinked pseudo -> real, stored parameters 4.39M -> 15.2M, optimizer moments: rescale, "
         "logits equal to the last bit",
-        "stopped at step 400: interrupted (Ctrl-C)",
+        "stopped at step 400: interrupted (Ctrl-C); --resume goes on from here",
         "goes on from step 400",
         "finished at step 600",
     ):

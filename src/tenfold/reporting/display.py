@@ -114,7 +114,8 @@ class Display:
             case "resume":
                 self.note(f"goes on from step {event.get('step')}")
             case "stop":
-                self.note(f"stopped at step {event.get('step')}: {event.get('reason', 'no reason given')}")
+                reason = event.get("reason", "no reason given")
+                self.note(f"stopped at step {event.get('step')}: {reason}; --resume goes on from here")
             case "end":
                 self.note(f"finished at step {event.get('step')} after {format_seconds(event.get('seconds'))}")
         if self._live is not None:
