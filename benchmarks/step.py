@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,10 @@ def worker(steps: int, flags: list[str]) -> None:
 
 def measure(case: dict[str, Any], steps: int) -> dict[str, float]:
     """One case in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(case["threads"])}
     command = [sys.executable, __file__, "--worker", json.dumps(case.get("flags", [])), "--steps", str(steps)]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as cache:  # what is compiled is compiled anew
+        environment = {**os.environ, "OMP_NUM_THREADS": str(case["threads"]), "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
