@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import gzip
 import hashlib
 import json
@@ -320,75 +318,6 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(tmp_path:
         prepare(str(source), Path("."), small(), False)
     with pytest.raises(TenfoldError, match="holds token shards already"):
         prepare(str(tmp_path / "out"), tmp_path / "new", small(), False)
-
-
-@pytest.mark.parametrize("fault", [KeyboardInterrupt(), MemoryError()])
-def test_an_interruption_leaves_nothing_that_could_be_taken_for_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException
-) -> None:
-    monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 300)
-    calls = 0
-    add = writing.ShardWriter.add
-
-    def stop_at_third(self: writing.ShardWriter, *arguments: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise fault
-        add(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(writing.ShardWriter, "add", stop_at_third)
-    source = write_jsonl(tmp_path / "a.jsonl", texts(100))
-    with pytest.raises(type(fault)):
-        prepare(str(source), tmp_path / "out", small(), False)
-    assert list(tmp_path.iterdir()) == [source]
-    assert "TOKENIZERS_PARALLELISM" not in os.environ
-
-
-def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
-    left = tmp_path / ".out.partial"
-    (left / "deep").mkdir(parents=True)
-    (left / "index.json").write_text("{}")
-    (left / "train-00000.bin").write_bytes(b"half")
-    source = write_jsonl(tmp_path / "a.jsonl", texts(30))
-    data = prepare(str(source), tmp_path / "out", small(), False)
-    data.verify()
-    assert not left.exists()
-    assert not (tmp_path / "out" / "deep").exists()
-
-
-def test_two_processes_do_not_write_the_same_folder(tmp_path: Path) -> None:
-    partial = tmp_path / ".out.partial"
-    partial.mkdir()
-    lock = os.open(partial, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        with pytest.raises(TenfoldError, match="another process is preparing"):
-            prepare(str(write_jsonl(tmp_path / "a.jsonl", texts(3))), tmp_path / "out", small(), False)
-        assert partial.exists()
-    finally:
-        os.close(lock)
-
-
-def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: object, array: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(writing._HashedFile, "write", full)
-    source = write_jsonl(tmp_path / "a.jsonl", texts(30))
-    with pytest.raises(TenfoldError, match=r"disk is full: .*out cannot be written \(it needs about [\d,]+ bytes, "):
-        prepare(str(source), tmp_path / "out", small(), False)
-    assert list(tmp_path.iterdir()) == [source]
-
-
-def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, *_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
-
-    source = write_jsonl(tmp_path / "a.jsonl", texts(3))
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(TenfoldError, match="cannot be written: Permission denied"):
-        prepare(str(source), tmp_path / "out", small(), False)
 
 
 def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,17 +63,3 @@ def test_no_sequence_is_counted_twice_when_the_run_has_epochs(tmp_path: Path) ->
     once = ngram_losses(train, len(train), held_out, 5, data.vocab_size)
     assert ngram_losses(train, 10 * len(train), held_out, 5, data.vocab_size) == once
     assert once.counted_tokens == len(train) * 8
-
-
-@pytest.mark.parametrize("smoothing", _SMOOTHING)
-def test_the_bigram_model_is_a_distribution(smoothing: float) -> None:
-    tokens = [0, 1, 1, 2, 0, 1, 3, 0]
-    vocabulary = 5
-    single, pairs, begun = Counter(tokens), Counter(itertools.pairwise(tokens)), Counter(tokens[:-1])
-    unigram = [(single[token] + 1) / (len(tokens) + vocabulary) for token in range(vocabulary)]
-    for before in range(vocabulary):
-        total = sum(
-            (pairs[before, after] + smoothing * unigram[after]) / (begun[before] + smoothing)
-            for after in range(vocabulary)
-        )
-        assert total == pytest.approx(1)
