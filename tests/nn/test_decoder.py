@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tenfold.nn.layers import rotary_table
+from tenfold.nn.attention import Context, rotary_table
 
 TOKENS = torch.arange(14).view(2, 7) * 3 % 50
 SHAPES = {
@@ -25,7 +25,7 @@ def test_the_forward_pass_is_embedding_layers_norm_and_output_in_order(tiny_deco
     else:
         x = x + model.positions.weight[torch.arange(7)]
     for layer in range(4):
-        x = model.layers[layer](x, rotary)[0]
+        x = model.layers[layer](x, Context(rotary))[0]
     matrix = model.embedding.weight if model.config.tie_embeddings else model.head.weight
     expected = model.norm(x) @ matrix[:50].t()
     hidden, statistics = model(TOKENS)

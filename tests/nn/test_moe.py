@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tenfold.nn.attention import Context
 from tenfold.nn.decoder import Block
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, MixtureOfExperts, grouped_linear
 
@@ -203,7 +204,7 @@ def test_dropped_tokens_pass_by_the_residual_alone(tiny_config):
     block.ffn_norm.weight.data.fill_(1.0)
     x = tokens(2, 8).abs() + 1
     block.attention.wo.weight.data.zero_()
-    y, statistics = block(x, None)
+    y, statistics = block(x, Context(None))
     assert statistics[LOADS:].tolist() == [0, 0, 16, 0]
     assert statistics[DROPPED] == 12
     assert torch.equal(y[:, 2:], x[:, 2:])  # capacity 8 / 4 = 2: the first two of each sequence are taken

@@ -9,6 +9,7 @@ import torch
 from tenfold.data.sampling import PackedSequences
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.loss import cross_entropy_sum
+from tenfold.nn.objective import next_token_example
 
 
 @torch.no_grad()
@@ -19,9 +20,10 @@ def held_out_loss(model: Decoder, sequences: PackedSequences, limit: int, batch_
     total, tokens = 0.0, 0
     for first in range(0, count, batch_size):
         batch = torch.from_numpy(sequences.batch(first, min(batch_size, count - first))).to(device)
-        hidden, _ = model(batch[:, :-1])
-        total += cross_entropy_sum(hidden, model.output_weight, batch[:, 1:], model.vocab_size, chunk).item()
-        tokens += batch[:, 1:].numel()
+        inputs, targets = next_token_example(batch)
+        hidden, _ = model(inputs)
+        total += cross_entropy_sum(hidden, model.output_weight, targets, model.vocab_size, chunk).item()
+        tokens += targets.numel()
     return total / tokens
 
 

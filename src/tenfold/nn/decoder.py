@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tenfold.config.model import ModelConfig
-from tenfold.nn.layers import Attention, Linear, Norm, rotary_table
+from tenfold.nn.attention import Attention, Context, rotary_table
+from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.moe import FeedForward, MixtureOfExperts
 
 
@@ -29,16 +30,16 @@ class Block(nn.Module):
         self.ffn_norm = Norm(config, config.hidden)
         self.ffn = MixtureOfExperts(config) if config.moe.experts else FeedForward(config, config.ffn)
 
-    def forward(self, x_BTD: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The layer's output, and its statistics (see `nn.moe`; empty for a dense layer)."""
         if self.recompute and torch.is_grad_enabled():
             keep: dict[str, Any] = {"context_fn": _keep_routing} if isinstance(self.ffn, MixtureOfExperts) else {}
-            out: tuple[Tensor, Tensor] = checkpoint(self._compute, x_BTD, rotary, use_reentrant=False, **keep)
+            out: tuple[Tensor, Tensor] = checkpoint(self._compute, x_BTD, context, use_reentrant=False, **keep)
             return out
-        return self._compute(x_BTD, rotary)
+        return self._compute(x_BTD, context)
 
-    def _compute(self, x_BTD: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary)
+    def _compute(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), context)
         inner = self.ffn_norm(x_BTD)
         if isinstance(self.ffn, MixtureOfExperts):
             y_BTD, statistics = self.ffn(inner)
@@ -67,10 +68,10 @@ class Segment(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.order = tuple(order)
 
-    def forward(self, x_BTD: Tensor, rotary: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, list[Tensor]]:
         statistics = []
         for index in self.order:
-            x_BTD, layer_statistics = self.blocks[index](x_BTD, rotary)
+            x_BTD, layer_statistics = self.blocks[index](x_BTD, context)
             statistics.append(layer_statistics)
         return x_BTD, statistics
 
@@ -116,9 +117,10 @@ class Decoder(nn.Module):
         if self.config.positions == "rotary":
             width, theta = self.config.head_width, self.config.rope_theta
             rotary = rotary_table(tokens_BT.shape[1], width, theta, tokens_BT.device)
+        context = Context(rotary)
         statistics = []
         for segment in self.segments:
-            x_BTD, layer_statistics = segment(x_BTD, rotary)
+            x_BTD, layer_statistics = segment(x_BTD, context)
             statistics += layer_statistics
         return self.norm(x_BTD), torch.stack(statistics)
 

@@ -15,6 +15,7 @@ from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.loss import IGNORE, cross_entropy_sum
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
+from tenfold.nn.objective import next_token_example
 from tenfold.training.optimizers import set_learning_rate
 
 
@@ -42,7 +43,7 @@ def train_step(
     micro-batches. Raises TenfoldError, with weights and optimizer untouched, when loss or gradient is not finite.
     """
     training, moe = config.training, config.model.moe
-    inputs_BT, targets_BT = batch_BS[:, :-1], batch_BS[:, 1:]
+    inputs_BT, targets_BT = next_token_example(batch_BS)
     valid_tokens = (targets_BT != IGNORE).sum()
     micro = training.micro_batch_size or len(batch_BS)
 

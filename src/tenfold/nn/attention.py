@@ -1,0 +1,69 @@
+"""Rotary positions and attention.
+
+Shapes: B sequences, T positions, D hidden, H query heads, K key heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tenfold.config.model import ModelConfig
+from tenfold.nn.layers import Linear, Norm
+
+
+class Context(NamedTuple):
+    """What attention knows of a batch besides hidden states; made once in a forward pass, the same for all layers."""
+
+    rotary: Tensor | None
+    """Cosines and sines of the positions' angles (`rotary_table`)."""
+
+
+def rotary_table(positions: int, width: int, theta: float, device: torch.device) -> Tensor:
+    """Cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864), fp32 [2, positions, width / 2]."""
+    powers = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
+    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), theta**-powers)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x_BHTW: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair (i, i + W/2) of a head by the angle of its position; computed in fp32 or wider."""
+    cos, sin = table
+    first, second = x_BHTW.to(torch.promote_types(x_BHTW.dtype, torch.float32)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHTW.dtype)
+
+
+class Attention(nn.Module):
+    """Self-attention, with grouped key heads and query-key norm where the configuration asks for them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.width = config.heads, config.key_heads, config.head_width
+        self.wq = Linear(config.hidden, self.heads * self.width, bias=config.bias)
+        self.wk = Linear(config.hidden, self.key_heads * self.width, bias=config.bias)
+        self.wv = Linear(config.hidden, self.key_heads * self.width, bias=config.bias)
+        self.wo = Linear(self.heads * self.width, config.hidden, bias=config.bias)
+        self.q_norm = Norm(config, self.width, "rmsnorm") if config.qk_norm else None
+        self.k_norm = Norm(config, self.width, "rmsnorm") if config.qk_norm else None
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        batch, positions, _ = x_BTD.shape
+        q, k, v = (
+            project(x_BTD).view(batch, positions, -1, self.width).transpose(1, 2)
+            for project in (self.wq, self.wk, self.wv)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.rotary is not None:
+            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        y_BHTW = attend(q, k, v, context)
+        return self.wo(y_BHTW.transpose(1, 2).reshape(batch, positions, -1))
+
+
+def attend(q_BHTW: Tensor, k_BKTW: Tensor, v_BKTW: Tensor, context: Context) -> Tensor:
+    """softmax(q k^T / sqrt(W)) v over the positions that `context` lets each position see, [B, H, T, W]."""
+    grouped = q_BHTW.shape[1] != k_BKTW.shape[1]
+    return F.scaled_dot_product_attention(q_BHTW, k_BKTW, v_BKTW, is_causal=True, enable_gqa=grouped)
