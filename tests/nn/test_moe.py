@@ -211,6 +211,15 @@ def test_dropped_tokens_pass_by_the_residual_alone(tiny_config):
     assert (y[:, :2] != x[:, :2]).all()
 
 
+def test_out_of_training_no_token_is_dropped(make):
+    moe = make(capacity="one", capacity_factor=0.5)
+    x = tokens(2, 12)
+    assert moe(x)[1][DROPPED] > 0
+    y, statistics = moe.eval()(x)
+    assert statistics[DROPPED] == 0
+    torch.testing.assert_close(y, loop(moe, x)[0])
+
+
 @pytest.mark.parametrize("capacity", ["dropless", "k", "one"])
 def test_nothing_depends_on_how_the_batch_is_cut_into_micro_batches(make, capacity):
     moe = make("swiglu", prototypes=2, capacity=capacity, capacity_factor=0.7)

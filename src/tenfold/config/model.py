@@ -26,7 +26,8 @@ class MoEConfig(Section):
         "dropless",
         description="Tokens one expert takes from a sequence of T: dropless (no limit), k (C x T / experts x "
         "capacity_factor for the C = prototypes x top_k choices of a token) or one (T / experts x capacity_factor: no "
-        "more work than top-1). Tokens over it pass by the residual alone.",
+        "more work than top-1). Tokens over it pass by the residual alone, in training: evaluation and generation drop "
+        "none.",
     )
     capacity_factor: float = Field(1.25, gt=0, description="Slack of the capacity over the fair share.")
     balance_loss: float = Field(0.0, ge=0, description="Weight of the load-balance loss of each layer; 0 is off.")

@@ -12,14 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tenfold.config.model import ModelConfig
+from tenfold.nn.cache import LayerCache
 from tenfold.nn.layers import Linear, Norm
 
 
 class Context(NamedTuple):
-    """What attention knows of a batch besides hidden states; made once in a forward pass, the same for all layers."""
+    """What attention knows of a batch besides hidden states; made once in a forward pass, for all layers."""
 
     rotary: Tensor | None
     """Cosines and sines of the positions' angles (`rotary_table`)."""
+    caches: tuple[LayerCache, ...] = ()
+    """In generation, the keys and values of this layer and of those above it; else none."""
+
+    def above(self, layers: int = 1) -> Context:
+        """The same for the layer that stands `layers` higher."""
+        return self._replace(caches=self.caches[layers:]) if self.caches else self
 
 
 def rotary_table(positions: int, width: int, theta: float, device: torch.device) -> Tensor:
@@ -59,11 +66,27 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context.rotary is not None:
             q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        if context.caches:
+            k, v = context.caches[0].extend(k, v)
         y_BHTW = attend(q, k, v, context)
         return self.wo(y_BHTW.transpose(1, 2).reshape(batch, positions, -1))
 
 
-def attend(q_BHTW: Tensor, k_BKTW: Tensor, v_BKTW: Tensor, context: Context) -> Tensor:
-    """softmax(q k^T / sqrt(W)) v over the positions that `context` lets each position see, [B, H, T, W]."""
-    grouped = q_BHTW.shape[1] != k_BKTW.shape[1]
-    return F.scaled_dot_product_attention(q_BHTW, k_BKTW, v_BKTW, is_causal=True, enable_gqa=grouped)
+def attend(q_BHTW: Tensor, k_BKSW: Tensor, v_BKSW: Tensor, context: Context) -> Tensor:
+    """softmax(q k^T / sqrt(W)) v over the positions that `context` lets each position see, [B, H, T, W].
+
+    There may be more keys than queries, S > T: those of positions before (see `nn.cache`).
+    """
+    grouped = q_BHTW.shape[1] != k_BKSW.shape[1]
+    if context.caches and q_BHTW.shape[2] == 1:
+        return _attend_once(q_BHTW, k_BKSW, v_BKSW, context.caches[0].visible)
+    visible = context.caches[0].visible if context.caches else None
+    return F.scaled_dot_product_attention(
+        q_BHTW, k_BKSW, v_BKSW, attn_mask=visible, is_causal=visible is None, enable_gqa=grouped
+    )
+
+
+def _attend_once(q_BH1W: Tensor, k_BKSW: Tensor, v_BKSW: Tensor, visible: Tensor | None) -> Tensor:
+    """One query per head: those that share a key head go as its positions, so that no key is copied for them."""
+    q_BKGW = q_BH1W.view(len(q_BH1W), k_BKSW.shape[1], -1, q_BH1W.shape[-1])
+    return F.scaled_dot_product_attention(q_BKGW, k_BKSW, v_BKSW, attn_mask=visible).view_as(q_BH1W)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tenfold.config.model import ModelConfig
 from tenfold.nn.attention import Attention, Context, rotary_table
+from tenfold.nn.cache import KeyValueCache
 from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.moe import FeedForward, MixtureOfExperts
 
@@ -72,6 +73,7 @@ class Segment(nn.Module):
         statistics = []
         for index in self.order:
             x_BTD, layer_statistics = self.blocks[index](x_BTD, context)
+            context = context.above()
             statistics.append(layer_statistics)
         return x_BTD, statistics
 
@@ -107,20 +109,27 @@ class Decoder(nn.Module):
         self.norm = Norm(config, config.hidden)
         self.head = None if config.tie_embeddings else Linear(config.hidden, config.padded_vocab(), bias=False)
 
-    def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """The final hidden states [B, T, D] and the statistics of every layer [L, columns of `nn.moe`] in fp32."""
+    def forward(self, tokens_BT: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor]:
+        """The final hidden states [B, T, D] and the statistics of every layer [L, columns of `nn.moe`] in fp32.
+
+        With `cache` the tokens go on from those that it holds, and are held from then on.
+        """
+        caches = () if cache is None else cache.begin(tokens_BT.shape[1])
+        end = caches[0].end if caches else tokens_BT.shape[1]
         x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions.weight[: tokens_BT.shape[1]]
+            x_BTD = x_BTD + self.positions.weight[caches[0].places if caches else slice(end)]
         x_BTD = x_BTD.to(self.dtype)
         rotary = None
         if self.config.positions == "rotary":
-            width, theta = self.config.head_width, self.config.rope_theta
-            rotary = rotary_table(tokens_BT.shape[1], width, theta, tokens_BT.device)
-        context = Context(rotary)
+            rotary = rotary_table(end, self.config.head_width, self.config.rope_theta, tokens_BT.device)
+            if caches:
+                rotary = rotary[:, caches[0].places].unsqueeze(2)  # [2, B, 1, T, W / 2]
+        context = Context(rotary, caches)
         statistics = []
         for segment in self.segments:
             x_BTD, layer_statistics = segment(x_BTD, context)
+            context = context.above(len(layer_statistics))
             statistics += layer_statistics
         return self.norm(x_BTD), torch.stack(statistics)
 

@@ -177,7 +177,7 @@ class MixtureOfExperts(nn.Module):
         order_R = choice_NC.flatten().argsort(stable=True)
         rows_E = sequence_loads_BE.sum(0)
         dropped = x_ND.new_zeros((), dtype=torch.float32)
-        if moe.capacity != "dropless":
+        if self.training and moe.capacity != "dropless":
             order_R = order_R[self._within_capacity(choice_NC, order_R, sequence_loads_BE, x_BTD.shape[1])]
             rows_E = torch.bincount(choice_NC.flatten()[order_R], minlength=moe.experts)
             dropped = dropped + (choice_NC.numel() - order_R.numel())
