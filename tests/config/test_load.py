@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tenfold.config.load import build, dump_toml, leaves
 from tenfold.config.model import ModelConfig
 from tenfold.config.presets import PRESETS
-from tenfold.config.run import RunConfig
+from tenfold.config.run import DataConfig, RunConfig
 from tenfold.errors import TenfoldError
 
 
@@ -105,7 +105,7 @@ def written_and_read(config):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_comes_back_from_its_own_toml(preset):
-    config = RunConfig(model=ModelConfig(preset=preset))
+    config = RunConfig(model=ModelConfig(preset=preset), data=DataConfig(sequence_length=512))
     assert written_and_read(config) == config
 
 

@@ -9,12 +9,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from tenfold.config.load import build, dump_toml, leaves, load_run, parse_flags, read_toml
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
+
+if TYPE_CHECKING:
+    from tenfold.data.shards import TokenData
 
 USAGE = """usage: tenfold train RUN.toml [--out FOLDER] [--resume] [--dry-run] [flags]
 
@@ -57,11 +61,11 @@ def main(argv: list[str]) -> int:
 def dry_run(config: RunConfig) -> int:
     """Print what every stage is, from the configuration alone: no data is read, no weights are made."""
     from tenfold.reporting.display import dry_run_table
-    from tenfold.training.setup import describe_stages
+    from tenfold.training.setup import describe_stages, with_vocabulary
     from tenfold.training.stages import plan_stages
 
     if config.model.vocab_size is None:
-        model = config.model.model_copy(update={"vocab_size": _expected_vocabulary(config)})
+        model = with_vocabulary(config.model, *_expected_vocabulary(config))
         config = config.model_copy(update={"model": model})
     training = config.training.model_copy(update={"precision": "fp32"})
     config = config.model_copy(update={"training": training})
@@ -69,16 +73,19 @@ def dry_run(config: RunConfig) -> int:
     return 0
 
 
-def _expected_vocabulary(config: RunConfig) -> int:
+def _expected_vocabulary(config: RunConfig) -> tuple[int, int | None]:
+    """Size of the vocabulary, and the id of its mask token, if it has one."""
     from tenfold.data.shards import INDEX, TokenData
-    from tenfold.data.vocabulary import load_tokenizer
+    from tenfold.data.vocabulary import load_tokenizer, mask_token, vocabulary_size
 
     path = Path(config.data.path)
     if (path / INDEX).is_file():
-        return TokenData.open(path).vocab_size
+        data = TokenData.open(path)
+        return data.vocab_size, data.mask_token()
     if config.data.tokenizer is not None:
-        return int(load_tokenizer(Path(config.data.tokenizer)).get_vocab_size())
-    return config.data.vocab_size
+        tokenizer = load_tokenizer(Path(config.data.tokenizer))
+        return vocabulary_size(tokenizer), mask_token(tokenizer)
+    return config.data.vocab_size, None
 
 
 def train(config: RunConfig, folder: Path, resume: bool) -> int:
@@ -113,9 +120,9 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     data = ensure_prepared(config.data)
     config = config.model_copy(update={"data": as_prepared(config.data, data)})
     if started:
-        config = _same_config(config, folder, data.vocab_size, device)
+        config = _same_config(config, folder, data, device)
     else:
-        config = resolve(config, data.vocab_size, device)
+        config = resolve(config, data.vocab_size, device, data.mask_token())
     assert config.model.vocab_size is not None
     check_tokens(data, config.model.vocab_size)
 
@@ -174,7 +181,7 @@ def _ended(events: list[dict[str, object]]) -> list[dict[str, object]]:
     return [event for event in events if event["event"] == "end"]
 
 
-def _same_config(given: RunConfig, folder: Path, vocab_size: int, device: object) -> RunConfig:
+def _same_config(given: RunConfig, folder: Path, data: TokenData, device: object) -> RunConfig:
     """The run directory's own configuration, with what may change taken from `given`; refuses any other difference."""
     import torch
 
@@ -185,7 +192,7 @@ def _same_config(given: RunConfig, folder: Path, vocab_size: int, device: object
     if given.training.precision == "auto":
         training = given.training.model_copy(update={"precision": saved.training.precision})
         given = given.model_copy(update={"training": training})
-    given = resolve(given, vocab_size, device)
+    given = resolve(given, data.vocab_size, device, data.mask_token())
     mine, theirs = dict(leaves(given)), dict(leaves(saved))
     for path in sorted(mine.keys() | theirs.keys()):
         if mine.get(path) != theirs.get(path) and path not in _FREE:

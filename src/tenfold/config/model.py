@@ -55,7 +55,10 @@ class MoEConfig(Section):
 
 
 class ModelConfig(Section):
-    """A decoder, GPT-2- or Llama-shaped, dense or mixture of experts. Widths are in elements."""
+    """A decoder (GPT-2- or Llama-shaped) or encoder (BERT- or ALBERT-shaped), dense or mixture of experts.
+
+    Widths are in elements.
+    """
 
     preset: str | None = Field(None, description="Start from a named shape: " + ", ".join(PRESETS) + ".")
     vocab_size: int | None = Field(
@@ -63,6 +66,16 @@ class ModelConfig(Section):
     )
     vocab_multiple: int = Field(
         64, gt=0, le=10**7, description="The vocabulary is padded to a multiple of this many rows."
+    )
+    objective: Literal["next-token", "masked"] = Field(
+        "next-token",
+        description="What is predicted: the next token (a decoder), or masked tokens from all others (an encoder).",
+    )
+    mask_share: float = Field(0.15, gt=0, lt=1, description="Share of a sequence's tokens that an encoder predicts.")
+    mask_token: int | None = Field(
+        None,
+        ge=0,
+        description="Id read at masked places; unset: the tokenizer's [MASK] or <mask>, else a row of its own.",
     )
     layers: int = Field(6, gt=0, le=10**4, description="Transformer layers, by depth.")
     hidden: int = Field(256, gt=0, le=10**7, description="Width of the residual stream.")
@@ -75,13 +88,20 @@ class ModelConfig(Section):
     max_positions: int | None = Field(
         None, gt=0, le=10**7, description="Rows of learned positions; unset: sequence_length."
     )
-    norm: Literal["layernorm", "rmsnorm"] = Field("rmsnorm", description="Norm before attention and feed-forward.")
+    norm: Literal["layernorm", "rmsnorm"] = Field("rmsnorm", description="Norm of attention and feed-forward.")
+    norm_position: Literal["pre", "post"] = Field(
+        "pre", description="Norm before each of them and at the end (GPT-2, Megatron), or after adding them (BERT)."
+    )
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the norms.")
     activation: Literal["gelu", "swiglu"] = Field("swiglu", description="Feed-forward: two or three matrices.")
     positions: Literal["learned", "rotary"] = Field("rotary", description="How a token knows its place.")
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary frequencies.")
     qk_norm: bool = Field(False, description="RMSNorm of each query and key head before attention.")
     bias: bool = Field(False, description="Biases in linear layers (GPT-2 has them, Llama has not).")
+    embedding_norm: bool = Field(False, description="Norm of the embeddings before the first layer (BERT).")
+    embedding_width: int | None = Field(
+        None, gt=0, le=10**7, description="Width of a factorised embedding (ALBERT): a matrix leads from it to hidden."
+    )
     tie_embeddings: bool = Field(True, description="The output matrix is the embedding matrix.")
     init_std: float = Field(0.02, gt=0, description="Standard deviation of initial weights.")
     moe: MoEConfig = MoEConfig()
@@ -113,6 +133,10 @@ class ModelConfig(Section):
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
         if self.positions == "rotary" and self.head_width % 2:
             raise ValueError(f"rotary positions need an even head width; it is {self.head_width}")
+        if self.mask_token is not None and self.objective != "masked":
+            raise ValueError(f'mask_token = {self.mask_token} is for objective = "masked"; leave it out')
+        if self.mask_token is not None and self.mask_token >= (self.vocab_size or 10**12):
+            raise ValueError(f"mask_token = {self.mask_token} has no row in vocab_size = {self.vocab_size}")
         return self
 
     @property
@@ -124,6 +148,11 @@ class ModelConfig(Section):
     def key_heads(self) -> int:
         """Key and value heads."""
         return self.kv_heads or self.heads
+
+    @property
+    def embedding_columns(self) -> int:
+        """Width of a token's embedding."""
+        return self.embedding_width or self.hidden
 
     @property
     def expert_ffn(self) -> int:

@@ -18,6 +18,19 @@ _LLAMA: dict[str, Any] = {
     "bias": False,
     "tie_embeddings": False,
 }
+# BERT (arXiv 1810.04805) and ALBERT (arXiv 1909.11942), without token types, which only sentence pairs need.
+_BERT: dict[str, Any] = {
+    **_GPT2,
+    "objective": "masked",
+    "norm_position": "post",
+    "norm_eps": 1e-12,
+    "embedding_norm": True,
+    "max_positions": 512,
+    "layers": 12,
+    "hidden": 768,
+    "heads": 12,
+    "ffn": 3072,
+}
 # M6 reads the vocabulary of the Chinese BERT. Where the papers do not tell the number of prototypes it is 1.
 _M6: dict[str, Any] = {**_GPT2, "vocab_size": 21128, "max_positions": 1024, "hidden": 1024, "heads": 16}
 
@@ -49,6 +62,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ffn": 3072,
     },
     "llama-160m": {**_LLAMA, "vocab_size": 32000, "layers": 12, "hidden": 768, "heads": 12, "ffn": 3072},
+    "bert-base": {**_BERT, "vocab_size": 30522},
+    "albert-base": {**_BERT, "vocab_size": 30000, "embedding_width": 128},
     "m6-base": _m6(layers=5, experts=32, ffn=4096),
     "m6-10b": _m6(layers=10, experts=128, ffn=4096),
     "m6-100b": _m6(layers=24, experts=512, ffn=4096),

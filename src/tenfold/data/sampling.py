@@ -70,7 +70,7 @@ def permute(indices: npt.NDArray[np.int64], size: int, seed: int, epoch: int) ->
     def network(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = values >> half_bits, values & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (mix(right ^ key) & mask)
         return (left << half_bits) | right
 
     result = network(indices.astype(np.uint64))
@@ -79,7 +79,7 @@ def permute(indices: npt.NDArray[np.int64], size: int, seed: int, epoch: int) ->
     return result.astype(np.int64)
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A bijection of 64 bits in which every bit of the result hangs on all of the input (SplitMix64's finalizer)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tenfold.config.base import Section
 from tenfold.config.load import build
 from tenfold.data.reading import reading
-from tenfold.data.vocabulary import load_tokenizer
+from tenfold.data.vocabulary import load_tokenizer, mask_token
 from tenfold.errors import TenfoldError
 
 SplitName = Literal["train", "validation"]
@@ -135,6 +135,10 @@ class TokenData:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the shards."""
         return load_tokenizer(self.path / self.index.tokenizer.file)
+
+    def mask_token(self) -> int | None:
+        """The tokenizer's id for a masked token, if it has one."""
+        return mask_token(self.tokenizer())
 
     def split(self, name: SplitName) -> TokenSplit:
         """The tokens of one split; a TenfoldError when it holds none."""

@@ -12,6 +12,7 @@ from tenfold.errors import TenfoldError
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<eos>", "[SEP]")
+_MASKS = ("[MASK]", "<mask>")
 
 _WORDS = "|".join(
     (
@@ -79,6 +80,11 @@ def end_of_text(tokenizer: Tokenizer, path: Path) -> int:
         if (found := tokenizer.token_to_id(token)) is not None:
             return int(found)
     raise TenfoldError(f"{path} has no token that ends a document: add one of {' '.join(_ENDS)} to it")
+
+
+def mask_token(tokenizer: Tokenizer) -> int | None:
+    """The id of the token that stands for a masked one, if the tokenizer has one."""
+    return next((found for token in _MASKS if (found := tokenizer.token_to_id(token)) is not None), None)
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

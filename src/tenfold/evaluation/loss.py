@@ -8,22 +8,21 @@ import torch
 
 from tenfold.data.sampling import PackedSequences
 from tenfold.nn.decoder import Decoder
-from tenfold.nn.loss import cross_entropy_sum
-from tenfold.nn.objective import next_token_example
+from tenfold.nn.objective import HELD_OUT, loss_sum, make_example
 
 
 @torch.no_grad()
 def held_out_loss(model: Decoder, sequences: PackedSequences, limit: int, batch_size: int, chunk: int) -> float:
-    """Mean loss in nats per token over the first `limit` sequences of `sequences` (or all), in batches."""
+    """Mean loss in nats per predicted token over the first `limit` sequences of `sequences` (or all), in batches."""
     count = min(limit, len(sequences))
     device = model.embedding.weight.device
     total, tokens = 0.0, 0
     for first in range(0, count, batch_size):
         batch = torch.from_numpy(sequences.batch(first, min(batch_size, count - first))).to(device)
-        inputs, targets = next_token_example(batch)
-        hidden, _ = model(inputs)
-        total += cross_entropy_sum(hidden, model.output_weight, targets, model.vocab_size, chunk).item()
-        tokens += targets.numel()
+        example = make_example(batch, model.config, HELD_OUT, first)
+        hidden, _ = model(example.inputs)
+        total += loss_sum(model, hidden, example, chunk).item()
+        tokens += example.targets.numel()
     return total / tokens
 
 

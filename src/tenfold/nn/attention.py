@@ -23,6 +23,8 @@ class Context(NamedTuple):
     """Cosines and sines of the positions' angles (`rotary_table`)."""
     caches: tuple[LayerCache, ...] = ()
     """In generation, the keys and values of this layer and of those above it; else none."""
+    causal: bool = True
+    """Whether a position sees only itself and those before it (a decoder), or all of them (an encoder)."""
 
     def above(self, layers: int = 1) -> Context:
         """The same for the layer that stands `layers` higher."""
@@ -82,7 +84,7 @@ def attend(q_BHTW: Tensor, k_BKSW: Tensor, v_BKSW: Tensor, context: Context) -> 
         return _attend_once(q_BHTW, k_BKSW, v_BKSW, context.caches[0].visible)
     visible = context.caches[0].visible if context.caches else None
     return F.scaled_dot_product_attention(
-        q_BHTW, k_BKSW, v_BKSW, attn_mask=visible, is_causal=visible is None, enable_gqa=grouped
+        q_BHTW, k_BKSW, v_BKSW, attn_mask=visible, is_causal=context.causal and visible is None, enable_gqa=grouped
     )
 
 

@@ -18,7 +18,8 @@ class Counts:
     total: as if every layer had weights of its own. stored: those that exist (a shared block once). active: those of
     `total` that one token's forward pass uses, with top_k experts of each prototype. expert: those of `total` in
     routed experts. flops_per_token: forward and backward (3 x forward), two operations for each multiply-add of a
-    matrix product (norms and biases: none), causal attention counted as the half it is, recomputation not counted.
+    matrix product (norms and biases: none), causal attention counted as the half it is, recomputation not counted. An
+    encoder's output matrix multiplies masked places only, and is counted by their share.
     """
 
     total: int
@@ -44,10 +45,14 @@ def count(model: Decoder, sequence_length: int) -> Counts:
     active_experts = round(expert_total * chosen)
 
     # Embedding look-ups multiply nothing; the output matrix does, tied or not.
-    output = config.padded_vocab() * config.hidden
-    dense = sum(_numel(p for p in block.parameters() if p.dim() == 2) for block in model.layers)
+    output = config.padded_vocab() * config.embedding_columns + _matrices(model.transform)
+    masked = config.objective == "masked"
+    if masked:
+        output = round(output * config.mask_share)
+    dense = sum(_matrices(block) for block in model.layers) + _matrices(model.projection)
     matrices = dense + active_experts + output
-    attention = config.layers * 2 * config.heads * config.head_width * (sequence_length + 1) / 2
+    seen = sequence_length if masked else (sequence_length + 1) / 2
+    attention = config.layers * 2 * config.heads * config.head_width * seen
     return Counts(
         total=outside + layers_total,
         stored=outside + sum(by_block.values()),
@@ -55,6 +60,10 @@ def count(model: Decoder, sequence_length: int) -> Counts:
         expert=expert_total,
         flops_per_token=3 * 2 * (matrices + attention),
     )
+
+
+def _matrices(module: nn.Module | None) -> int:
+    return 0 if module is None else _numel(parameter for parameter in module.parameters() if parameter.dim() == 2)
 
 
 def _numel(parameters: Iterable[nn.Parameter]) -> int:

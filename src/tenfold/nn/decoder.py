@@ -1,4 +1,4 @@
-"""The decoder: embedding, segments of layers, final norm and output matrix."""
+"""The model, decoder or encoder: embedding, segments of layers, final norm and output matrix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tenfold.nn.moe import FeedForward, MixtureOfExperts
 
 
 class Block(nn.Module):
-    """The weights of one layer, or of all the layers that share them: pre-norm attention and feed-forward.
+    """The weights of one layer, or of all the layers that share them: attention and feed-forward, with norms.
 
     With `recompute` only the layer's input is kept for the backward pass, and the routing decision: it is made once.
     """
@@ -26,6 +26,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
+        self.post_norm = config.norm_position == "post"
         self.attention_norm = Norm(config, config.hidden)
         self.attention = Attention(config)
         self.ffn_norm = Norm(config, config.hidden)
@@ -40,12 +41,19 @@ class Block(nn.Module):
         return self._compute(x_BTD, context)
 
     def _compute(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        if self.post_norm:
+            x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, context))
+            y_BTD, statistics = self._feed_forward(x_BTD)
+            return self.ffn_norm(x_BTD + y_BTD), statistics
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), context)
-        inner = self.ffn_norm(x_BTD)
+        y_BTD, statistics = self._feed_forward(self.ffn_norm(x_BTD))
+        return x_BTD + y_BTD, statistics
+
+    def _feed_forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(self.ffn, MixtureOfExperts):
-            y_BTD, statistics = self.ffn(inner)
-            return x_BTD + y_BTD, statistics
-        return x_BTD + self.ffn(inner), x_BTD.new_empty(0, dtype=torch.float32)
+            y_BTD, statistics = self.ffn(x_BTD)
+            return y_BTD, statistics
+        return self.ffn(x_BTD), x_BTD.new_empty(0, dtype=torch.float32)
 
 
 def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -78,8 +86,23 @@ class Segment(nn.Module):
         return x_BTD, statistics
 
 
+class Transform(nn.Module):
+    """From the last layer's width to the embedding's; for masked places BERT's dense layer, GELU and norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        masked = config.objective == "masked"
+        self.dense = Linear(config.hidden, config.embedding_columns, bias=masked or config.bias)
+        self.norm = Norm(config, config.embedding_columns) if masked else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.dense(hidden)
+        return hidden if self.norm is None else self.norm(F.gelu(hidden))
+
+
 class Decoder(nn.Module):
-    """A GPT-2- or Llama-shaped language model whose layers may share blocks.
+    """A GPT-2- or Llama-shaped language model whose layers may share blocks; with `objective = "masked"` an encoder
+    of BERT's or ALBERT's shape, in which every position sees all others.
 
     `segments` gives, segment by segment, the block that each layer uses (`Pattern.segments()`). `dtype` is the
     dtype of activations; weights are fp32. Parameters have canonical names by layer, whatever the pattern: a shared
@@ -100,14 +123,20 @@ class Decoder(nn.Module):
         assert config.vocab_size is not None
         self.vocab_size = config.vocab_size
         self.max_positions = config.max_positions or max_positions
-        self.embedding = nn.Embedding(config.padded_vocab(), config.hidden)
+        columns, factorised = config.embedding_columns, config.embedding_width is not None
+        masked, post_norm = config.objective == "masked", config.norm_position == "post"
+        self.embedding = nn.Embedding(config.padded_vocab(), columns)
         learned = config.positions == "learned"
-        self.positions = nn.Embedding(self.max_positions, config.hidden) if learned else None
+        self.positions = nn.Embedding(self.max_positions, columns) if learned else None
+        self.embedding_norm = Norm(config, columns) if config.embedding_norm else None
+        self.projection = Linear(columns, config.hidden, bias=config.bias) if factorised else None
         self.segments = nn.ModuleList(
             Segment([Block(config, recompute) for _ in range(len(set(run)))], _renumber(run)) for run in segments
         )
-        self.norm = Norm(config, config.hidden)
-        self.head = None if config.tie_embeddings else Linear(config.hidden, config.padded_vocab(), bias=False)
+        self.norm = None if post_norm else Norm(config, config.hidden)
+        self.transform = Transform(config) if masked or factorised else None
+        self.head = None if config.tie_embeddings else Linear(columns, config.padded_vocab(), bias=False)
+        self.output_bias = nn.Parameter(torch.zeros(config.padded_vocab())) if masked else None
 
     def forward(self, tokens_BT: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor]:
         """The final hidden states [B, T, D] and the statistics of every layer [L, columns of `nn.moe`] in fp32.
@@ -120,28 +149,38 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x_BTD = x_BTD + self.positions.weight[caches[0].places if caches else slice(end)]
         x_BTD = x_BTD.to(self.dtype)
+        if self.embedding_norm is not None:
+            x_BTD = self.embedding_norm(x_BTD)
+        if self.projection is not None:
+            x_BTD = self.projection(x_BTD)
         rotary = None
         if self.config.positions == "rotary":
             rotary = rotary_table(end, self.config.head_width, self.config.rope_theta, tokens_BT.device)
             if caches:
                 rotary = rotary[:, caches[0].places].unsqueeze(2)  # [2, B, 1, T, W / 2]
-        context = Context(rotary, caches)
+        context = Context(rotary, causal=self.config.objective != "masked", caches=caches)
         statistics = []
         for segment in self.segments:
             x_BTD, layer_statistics = segment(x_BTD, context)
             context = context.above(len(layer_statistics))
             statistics += layer_statistics
-        return self.norm(x_BTD), torch.stack(statistics)
+        return x_BTD if self.norm is None else self.norm(x_BTD), torch.stack(statistics)
 
     @property
     def output_weight(self) -> Tensor:
-        """The matrix from hidden states to logits, fp32 [padded vocabulary, D]."""
+        """The matrix from `before_output` to logits, fp32 [padded vocabulary, D, or the embedding's width]."""
         return self.embedding.weight if self.head is None else self.head.weight
+
+    def before_output(self, hidden: Tensor) -> Tensor:
+        """What the output matrix multiplies, of final hidden states [..., D]: themselves, or their transform."""
+        return hidden if self.transform is None else self.transform(hidden)
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [B, T, vocabulary] in fp32, without the rows that only pad the vocabulary."""
-        logits = F.linear(hidden_BTD, self.output_weight.to(hidden_BTD.dtype))
-        return logits[..., : self.vocab_size].to(torch.promote_types(hidden_BTD.dtype, torch.float32))
+        inner = self.before_output(hidden_BTD)
+        logits = F.linear(inner, self.output_weight.to(inner.dtype))
+        logits = logits.to(torch.promote_types(inner.dtype, torch.float32))
+        return (logits if self.output_bias is None else logits + self.output_bias)[..., : self.vocab_size]
 
     @property
     def layers(self) -> list[Block]:

@@ -14,11 +14,11 @@ from tenfold.nn.decoder import Decoder
 def initialize(model: Decoder, seed: int) -> None:
     """Fill every parameter: norms 1, biases 0, matrices normal with `init_std`.
 
-    Matrices that write into the residual stream are scaled by 1 / sqrt(2 L) (GPT-2). A shared block starts as its
-    first layer would.
+    Matrices that write into a residual stream that is not normed are scaled by 1 / sqrt(2 L) (GPT-2). A shared block
+    starts as its first layer would.
     """
     std = model.config.init_std
-    residual_std = std / math.sqrt(2 * model.config.layers)
+    residual_std = std if model.config.norm_position == "post" else std / math.sqrt(2 * model.config.layers)
     for name, parameter in model.canonical_parameters():
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if leaf.endswith("norm"):

@@ -16,7 +16,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int, chunk: int
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        vocab_size: int,
+        chunk: int,
+        bias_V: Tensor | None,
     ) -> Tensor:
         weight = weight_VD.to(hidden_ND.dtype)
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -24,9 +30,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         grad_hidden = torch.empty_like(hidden_ND) if train else None
         grad_weight = torch.zeros_like(weight_VD) if train else None
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V)
         for start in range(0, len(hidden_ND), chunk):
             hidden, targets = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
             logits = (hidden @ weight.t()).to(wide)
+            if bias_V is not None:
+                logits += bias_V
             logits[:, vocab_size:] = -torch.inf
             valid = targets != IGNORE
             safe = targets.where(valid, 0)[:, None]
@@ -39,23 +48,34 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad = grad.mul_(valid[:, None]).to(hidden.dtype)
             grad_hidden[start : start + chunk] = grad @ weight
             grad_weight += grad.t() @ hidden
-        ctx.save_for_backward(grad_hidden, grad_weight)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        grad_bias = None if grad_bias is None else grad_bias * grad_total
+        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None, grad_bias
 
 
-def cross_entropy_sum(hidden: Tensor, weight_VD: Tensor, targets: Tensor, vocab_size: int, chunk: int = 2048) -> Tensor:
+def cross_entropy_sum(
+    hidden: Tensor,
+    weight_VD: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    chunk: int = 2048,
+    bias_V: Tensor | None = None,
+) -> Tensor:
     """The sum (never a mean) over tokens of -log p(target), a scalar in fp32 or wider.
 
     `hidden` [..., D] and `targets` [...] (int64; `IGNORE` is left out); rows of `weight_VD` from `vocab_size` on only
-    pad it and have no probability. At most `chunk` tokens' logits exist at once.
+    pad it and have no probability; `bias_V` (as many entries as it has rows) is added to the logits. At most `chunk`
+    tokens' logits exist at once.
     """
     total: Tensor = _ChunkedCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight_VD, targets.reshape(-1), vocab_size, chunk
+        hidden.reshape(-1, hidden.shape[-1]), weight_VD, targets.reshape(-1), vocab_size, chunk, bias_V
     )
     return total

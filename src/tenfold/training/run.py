@@ -146,9 +146,10 @@ class Run:
         """One step, and what is due after it: metrics, validation, checkpoint."""
         config, place = self.config, self.place
         began = time.monotonic()
-        batch = torch.from_numpy(self.train.batch(stage.sample_at(place.step), stage.batch_size)).to(self.device)
+        first = stage.sample_at(place.step)
+        batch = torch.from_numpy(self.train.batch(first, stage.batch_size)).to(self.device)
         rate = learning_rate(config.optim, self.stages, stage, place.step)
-        result = train_step(self.model, self.optimizers, batch, place.step + 1, rate, config)
+        result = train_step(self.model, self.optimizers, batch, place.step + 1, rate, config, first)
         took = time.monotonic() - began
         place.step += 1
         place.stage_seconds += took

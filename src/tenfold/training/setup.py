@@ -31,17 +31,13 @@ from tenfold.training.stages import Stage
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def resolve(config: RunConfig, vocab_size: int, device: torch.device) -> RunConfig:
-    """The configuration with everything decided that was left open: vocabulary, positions, precision, paths.
+def resolve(config: RunConfig, vocab_size: int, device: torch.device, tokenizer_mask: int | None = None) -> RunConfig:
+    """The configuration with everything decided that was left open: vocabulary, mask, positions, precision, paths.
 
-    Raises TenfoldError when the tokens do not fit the model's vocabulary.
+    `vocab_size` and `tokenizer_mask` (the id of its mask token, if it has one) are the tokenizer's. Raises TenfoldError
+    when the tokens do not fit the model's vocabulary.
     """
-    model, data = config.model, config.data
-    if model.vocab_size is not None and vocab_size > model.vocab_size:
-        raise TenfoldError(
-            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size}: its token ids would "
-            "have no row in the embedding; raise it, or leave it out to take the tokenizer's"
-        )
+    model, data = with_vocabulary(config.model, vocab_size, tokenizer_mask), config.data
     paths: dict[str, Any] = {"cache": str(Path(data.cache).absolute())}
     if data.path != "python-stdlib" and not data.path.startswith("recipe:"):
         paths["path"] = str(Path(data.path).absolute())
@@ -53,16 +49,32 @@ def resolve(config: RunConfig, vocab_size: int, device: torch.device) -> RunConf
         precision = "bf16" if faster else "fp32"
     return config.model_copy(
         update={
-            "model": model.model_copy(
-                update={
-                    "vocab_size": model.vocab_size or vocab_size,
-                    "max_positions": model.max_positions or data.sequence_length,
-                }
-            ),
+            "model": model.model_copy(update={"max_positions": model.max_positions or data.sequence_length}),
             "data": data.model_copy(update=paths),
             "training": config.training.model_copy(update={"precision": precision}),
         }
     )
+
+
+def with_vocabulary(model: ModelConfig, vocab_size: int, tokenizer_mask: int | None) -> ModelConfig:
+    """The model with its vocabulary, and for an encoder its mask token, decided; see `resolve`."""
+    if model.vocab_size is not None and vocab_size > model.vocab_size:
+        raise TenfoldError(
+            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {vocab_size}: its token ids would "
+            "have no row in the embedding; raise it, or leave it out to take the tokenizer's"
+        )
+    if model.objective != "masked":
+        return model.model_copy(update={"vocab_size": model.vocab_size or vocab_size})
+    mask = model.mask_token
+    if mask is None:  # without one in the tokenizer, the first id that it does not use
+        mask = vocab_size if tokenizer_mask is None else tokenizer_mask
+    rows = model.vocab_size or max(vocab_size, mask + 1)
+    if mask >= rows:
+        raise TenfoldError(
+            f"model.vocab_size = {rows} leaves no row for the mask token {mask}, which the tokenizer does not have; "
+            f"raise it to {mask + 1}, or leave it out"
+        )
+    return model.model_copy(update={"vocab_size": rows, "mask_token": mask})
 
 
 def check_tokens(data: TokenData, vocab_size: int) -> None:

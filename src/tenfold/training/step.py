@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
-from tenfold.nn.loss import IGNORE, cross_entropy_sum
+from tenfold.nn.loss import IGNORE
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
-from tenfold.nn.objective import next_token_example
+from tenfold.nn.objective import loss_sum, make_example
 from tenfold.training.optimizers import set_learning_rate
 
 
@@ -23,7 +23,7 @@ from tenfold.training.optimizers import set_learning_rate
 class StepResult:
     """What a step measured. `statistics` [L, columns of `nn.moe`] are sums over the step's tokens."""
 
-    loss: float  # nats per token
+    loss: float  # nats per predicted token
     grad_norm: float  # before clipping
     statistics: Tensor
     tokens: int
@@ -36,23 +36,25 @@ def train_step(
     step: int,
     rate: float,
     config: RunConfig,
+    first_sample: int = 0,
 ) -> StepResult:
     """Train on `batch_BS` [sequences, sequence_length + 1] (int64) and return what was measured.
 
-    The loss is the sum over tokens divided by the count of valid tokens of the whole batch, however it is cut into
+    `first_sample` is the index, in the run, of the batch's first sequence: masks hang on it. The loss is the sum over
+    predicted tokens divided by their count in the whole batch, however it is cut into
     micro-batches. Raises TenfoldError, with weights and optimizer untouched, when loss or gradient is not finite.
     """
     training, moe = config.training, config.model.moe
-    inputs_BT, targets_BT = next_token_example(batch_BS)
-    valid_tokens = (targets_BT != IGNORE).sum()
+    example = make_example(batch_BS, config.model, training.seed, first_sample)
+    valid_tokens = (example.targets != IGNORE).sum()
     micro = training.micro_batch_size or len(batch_BS)
 
     # Forward and backward, micro-batch by micro-batch; gradients add up.
     total_loss = torch.zeros((), device=batch_BS.device)
     total_statistics_LS: Tensor | float = 0.0
-    for inputs, targets in zip(inputs_BT.split(micro), targets_BT.split(micro), strict=True):
-        hidden, statistics_LS = model(inputs)
-        loss = cross_entropy_sum(hidden, model.output_weight, targets, model.vocab_size, training.loss_chunk)
+    for part in example.split(micro):
+        hidden, statistics_LS = model(part.inputs)
+        loss = loss_sum(model, hidden, part, training.loss_chunk)
         objective = loss
         if moe.experts:
             objective = objective + moe.balance_loss * statistics_LS[:, BALANCE].sum()
@@ -84,7 +86,7 @@ def train_step(
     clear_gradients(optimizers)
     if moe.bias_rate:
         update_balance_bias(model.layers, total_statistics_LS[:, LOADS:], moe)
-    return StepResult(mean_loss, grad_norm, total_statistics_LS, inputs_BT.numel())
+    return StepResult(mean_loss, grad_norm, total_statistics_LS, example.inputs.numel())
 
 
 def clear_gradients(optimizers: Sequence[Optimizer]) -> None:
