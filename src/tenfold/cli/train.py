@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from tenfold.config.load import build, dump_toml, leaves, load_run, parse_flags, read_toml
-from tenfold.config.run import RunConfig
+from tenfold.config.run import EnergyConfig, RunConfig
 from tenfold.errors import TenfoldError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ examples:
 
 # What may differ between a run and its resumption: nothing that training depends on.
 _FREE = {"training.log_every", "training.validate_every", "training.device", "checkpoint.every", "checkpoint.keep"}
+_FREE |= {f"energy.{key}" for key in EnergyConfig.model_fields}
 
 _BEGINNING = {".lock", "tokenizer.json"}
 
@@ -150,7 +151,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
             writer = MetricsWriter(folder, resume_step=(step or 0) if started else None)
             try:
                 with display:
-                    finished = run.run()
+                    finished = run.run(writer.former)
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise

@@ -93,6 +93,26 @@ class CheckpointConfig(Section):
     keep: int = Field(2, gt=0, description="Newest checkpoints kept; the last of each stage stays besides.")
 
 
+class EnergyConfig(Section):
+    """What the run's energy is counted by: meters of the machine where there are any, else an estimate from `watts`."""
+
+    watts: float | None = Field(
+        None,
+        gt=0,
+        description="Power of the machine in use, for an estimate where it has no meter; unset: none is made.",
+    )
+    carbon_intensity: float | None = Field(
+        None, ge=0, description="Grams of CO2 for a kWh of the grid; unset: that of `country`, or no CO2 is claimed."
+    )
+    country: str | None = Field(
+        None,
+        min_length=3,
+        max_length=3,
+        description="ISO code (DEU) whose mean carbon intensity codecarbon knows (no network; extra `carbon`).",
+    )
+    pue: float = Field(1.0, ge=1, description="Energy of the site over that of its machines; multiplies CO2 alone.")
+
+
 class StageConfig(Section):
     """A stretch of training with one sharing pattern. Each pattern refines the one before it."""
 
@@ -118,6 +138,7 @@ class RunConfig(Section):
     training: TrainingConfig = TrainingConfig(steps=1000)
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    energy: EnergyConfig = EnergyConfig()
     stages: list[StageConfig] = Field([StageConfig()], min_length=1, description="Stages in order.")
 
     @model_validator(mode="after")

@@ -30,6 +30,29 @@ def format_flops(rate: float | None) -> str:
     return _scaled(rate, 1000, [f" {prefix}FLOP/s" for prefix in ("", "k", "M", "G", "T", "P", "E")])
 
 
+def format_joules(joules: float | None) -> str:
+    """Energy: 1520 is "1.52 kJ"; less than a joule in thousandths, "14.2 mJ"."""
+    if joules is not None and _finite(joules) and 0 < abs(joules) < 1:
+        return _scaled(joules * 1000, 1000, [" mJ"])
+    return _scaled(joules, 1000, [f" {prefix}J" for prefix in ("", "k", "M", "G", "T", "P")])
+
+
+def format_co2(kilograms: float | None) -> str:
+    """A mass of CO2: "3.1 g", "1.24 kg", "5.2 t"."""
+    return _scaled(None if kilograms is None else kilograms * 1000, 1000, [" g", " kg", " t", " kt"])
+
+
+def format_energy_source(source: Any) -> str:
+    """How energy was counted, in words; an estimate is called one."""
+    words = {
+        "nvml": "the GPU, measured by NVML",
+        "rapl": "processor and memory, measured by RAPL",
+        "nvml+rapl": "GPU and processor, measured by NVML and RAPL",
+        "estimate": "estimate from stated watts",
+    }
+    return words.get(source, f"measured by {source}") if source else MISSING
+
+
 def _scaled(number: float | None, base: int, units: Sequence[str]) -> str:
     if number is None or not _finite(number):
         return MISSING

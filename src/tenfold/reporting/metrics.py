@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,26 @@ from tenfold.errors import TenfoldError
 
 FILE = "metrics.jsonl"
 
+# What stays told of steps that a resumption undoes.
+_KEPT = ("note", "skip", "stop", "error", "resume")
+
 
 class MetricsWriter:
     """Appends events to `run`/metrics.jsonl, each on disk's side of Python before `write` returns.
 
     With `resume_step` the file is first cut back to what happened up to that step (and a former `end` is taken out),
-    so that each step stands once. Without it a run that already has metrics is refused.
+    so that each step stands once; what went wrong after it stays told. Without it a run that already has metrics is
+    refused. `former` is then what the file knew: `reached`, its last step, and `idle_seconds` since its last line.
     """
+
+    former: dict[str, Any] | None = None
 
     def __init__(self, run: Path, resume_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # here: it takes a second that other commands need not wait
 
         path = run / FILE
         if resume_step is not None:
-            _trim(path, resume_step)
+            self.former = _trim(path, resume_step)
         elif path.exists() and path.stat().st_size:
             raise TenfoldError(
                 f"{run} already holds a run's metrics; go on with it by --resume, or choose another --out"
@@ -96,13 +103,20 @@ def _parse(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _trim(path: Path, resume_step: int) -> None:
-    """Drop what happened after `resume_step`, and any `end`, in one atomic exchange of the file."""
+def _trim(path: Path, resume_step: int) -> dict[str, Any] | None:
+    """Drop what happened after `resume_step`, and any `end`, in one atomic exchange of the file; what it knew."""
     if not path.exists():
-        return
-    kept = [event for event in _parse(path) if event.get("step", 0) <= resume_step and event.get("event") != "end"]
+        return None
+    idle, events = max(0.0, time.time() - path.stat().st_mtime), _parse(path)
+    reached = max([resume_step, *(event["step"] for event in events if event.get("event") == "step")])
+    kept = [
+        event
+        for event in events
+        if event.get("event") in _KEPT or (event.get("step", 0) <= resume_step and event.get("event") != "end")
+    ]
     text = "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept)
     write_atomically(path, text)
+    return {"reached": reached, "idle_seconds": idle}
 
 
 def write_atomically(path: Path, text: str) -> None:

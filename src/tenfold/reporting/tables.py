@@ -10,7 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tenfold.reporting.format import (
+    format_co2,
     format_count,
+    format_energy_source,
+    format_joules,
     format_logits,
     format_number,
     format_pattern,
@@ -43,8 +46,11 @@ def closing_table(
     end_event: dict[str, Any], delinks: list[dict[str, Any]], report: Path | None = None
 ) -> RenderableType:
     """What a run came to, from its `end` event, its `delink` events and where its report was written."""
-    table = _table("stage", "stored parameters", "tokens", "tokens/s", "validation loss", "seconds")
+    metered = end_event.get("joules") is not None
+    energy = ("energy", "each token") if metered else ()
+    table = _table("stage", "stored parameters", "tokens", "tokens/s", "validation loss", "seconds", *energy)
     for stage in end_event.get("stages") or []:
+        more = (format_joules(stage.get("joules")), format_joules(stage.get("joules_per_token"))) if metered else ()
         table.add_row(
             Text(str(stage.get("name"))),
             format_count(stage.get("stored_parameters")),
@@ -52,8 +58,11 @@ def closing_table(
             format_count(stage.get("tokens_per_second")),
             format_number(stage.get("validation_loss"), ".4f"),
             format_number(stage.get("seconds"), ".1f"),
+            *more,
         )
     lines = []
+    if metered:
+        lines.append(energy_line(end_event))
     if end_event.get("bigram_loss") is not None:
         lines.append(
             f"for comparison: unigram loss {format_number(end_event.get('unigram_loss'), '.4f')}, "
@@ -68,6 +77,19 @@ def closing_table(
     if report is not None:
         lines += ["", f"report: {report}"]
     return Group(table, *(Text(line) for line in lines))
+
+
+def energy_line(end_event: dict[str, Any]) -> str:
+    """A run's energy and CO2 in one line, with how each was come by."""
+    line = (
+        f"energy: {format_joules(end_event.get('joules'))}, {format_joules(end_event.get('joules_per_token'))} a token "
+        f"({format_energy_source(end_event.get('energy_source'))})"
+    )
+    if end_event.get("co2_kg") is None:
+        return line
+    overhead = f" times {end_event['pue']:g} for the site" if end_event.get("pue", 1) != 1 else ""
+    factor = f"{format_number(end_event.get('carbon_intensity'), 'g')} g a kWh{overhead}"
+    return f"{line}; {format_co2(end_event['co2_kg'])} of CO2 at {factor} ({end_event.get('carbon_stated_by')})"
 
 
 def _table(first: str, *others: str) -> Table:

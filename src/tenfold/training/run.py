@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -28,10 +29,13 @@ from tenfold.errors import TenfoldError
 from tenfold.evaluation.generation import generate
 from tenfold.evaluation.loss import bits_per_byte, held_out_loss
 from tenfold.evaluation.ngram import ngram_losses
+from tenfold.hardware.carbon import grid_of
 from tenfold.hardware.device import describe_machine, matrix_rate
 from tenfold.hardware.memory import memory_used_bytes
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.delinking import delink
+from tenfold.sharing.similarity import layer_similarity, seen_layers
+from tenfold.training.energy import Ledger
 from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, state_tensors
 from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_blocks, describe_stages
 from tenfold.training.stages import Stage, learning_rate, plan_stages
@@ -51,6 +55,9 @@ class Place:
     seconds: float = 0.0  # of the whole run, over all its processes
     stage_seconds: float = 0.0  # of the steps of this stage alone
     finished: list[dict[str, Any]] = field(default_factory=list)  # closing numbers of stages that are over
+    joules: float | None = 0.0  # as `seconds`; None: a part of the run was not metered
+    joules_before: float | None = 0.0  # when this stage began
+    energy_source: str | None = None
 
 
 class Run:
@@ -77,6 +84,8 @@ class Run:
         self.validation = self._held_out()
         self.rate = matrix_rate(device, DTYPES[config.training.precision])
         self.place = Place()
+        self.energy = Ledger(grid_of(config.energy))
+        self._record: list[dict[str, Any]] | None = []  # what was remarked before the run began; None: it goes on
         self.stop_reason: str | None = None
         self.model: Decoder
         self.optimizers: list[Optimizer]
@@ -85,9 +94,18 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    def remark(self, text: str) -> None:
+        """Show `text`, and keep it in the metrics as a `note`: a report tells of what went wrong."""
+        self.note(text)
+        event = {"event": "note", "step": self.place.step, "text": text}
+        if self._record is None:
+            self.emit(event)
+        else:
+            self._record.append(event)
+
     def restore(self) -> int | None:
         """Take up the newest whole checkpoint, if there is one; the step it is of."""
-        path = latest_checkpoint(self.checkpoints, self.note)
+        path = latest_checkpoint(self.checkpoints, self.remark)
         if path is None:
             if list_checkpoints(self.checkpoints):
                 raise TenfoldError(
@@ -98,14 +116,17 @@ class Run:
         manifest, weights, optimizer = load_checkpoint(path)
         self._check_same_run(path, manifest)
         place = manifest["place"]
-        self.place = Place(**place)
+        self.place = Place(**({"joules": None} | place))
         self._build(self.stages[self.place.stage])
         fill_tensors({name: tensor.data for name, tensor in self.model.canonical_parameters()}, weights, "weights")
         load_state_tensors(self.model, self.optimizers, optimizer)
         return self.place.step
 
-    def run(self) -> bool:
-        """Train to the end; False when a signal stopped it before (a checkpoint is saved then)."""
+    def run(self, former: dict[str, Any] | None = None) -> bool:
+        """Train to the end; False when a signal stopped it before (a checkpoint is saved then).
+
+        `former` is what a resumption knows of the process before it, for the `resume` event.
+        """
         place, resumed = self.place, hasattr(self, "model")
         if not resumed:
             self._build(self.stages[0])
@@ -115,21 +136,33 @@ class Run:
             {"event": "start", "run": self.folder.name, "model": model, "stages": self.described, "machine": machine}
         )
         if resumed:
-            self.emit({"event": "resume", "step": place.step, "seconds": place.seconds})
+            self.emit({"event": "resume", "step": place.step, "seconds": place.seconds, **(former or {})})
+        early, self._record = self._record or [], None
+        for event in early:
+            self.emit({**event, "step": place.step})
         self._clock = time.monotonic() - place.seconds
-        with _Signals(self):
-            for number in range(place.stage, len(self.stages)):
-                stage = self.stages[number]
-                if number > place.stage:
-                    self._enter(number)
-                while place.step < stage.last_step:
-                    self._advance(stage)
-                    if self.stop_reason:
-                        self._save(stage)
-                        self.emit({"event": "stop", "step": place.step, "reason": self.stop_reason})
-                        return False
-                if len(place.finished) == number:
-                    self._finish(stage, self.described[number])
+        with _Signals(self), self.energy.open(self.device, self.config.energy.watts, place, self.note):
+            try:
+                return self._train()
+            except Exception as error:  # told, then raised on
+                with contextlib.suppress(OSError):  # where the disk is full
+                    self.emit({"event": "error", "step": place.step, "text": str(error) or type(error).__name__})
+                raise
+
+    def _train(self) -> bool:
+        place = self.place
+        for number in range(place.stage, len(self.stages)):
+            stage = self.stages[number]
+            if number > place.stage:
+                self._enter(number)
+            while place.step < stage.last_step:
+                self._advance(stage)
+                if self.stop_reason:
+                    self._save(stage)
+                    self.emit({"event": "stop", "step": place.step, "reason": self.stop_reason})
+                    return False
+            if len(place.finished) == number:
+                self._finish(stage, self.described[number])
         self._close()
         return True
 
@@ -159,6 +192,7 @@ class Run:
         every, last = config.training.validate_every, place.step == stage.last_step
         if every and place.step % every == 0 and not last:  # a stage's end is validated by `_finish`
             self._validate(stage)
+            self._observe(stage)
         if config.checkpoint.every and place.step % config.checkpoint.every == 0 and not last:
             self._save(stage)
 
@@ -178,20 +212,23 @@ class Run:
                 "tokens_per_second": tokens_per_second,
                 "flops_share": flops / self.rate,
                 "memory_bytes": memory_used_bytes(self.device),
+                **self.energy.window(self.place, stage.tokens_at(self.place.step)),
                 **routing_metrics(result, self.config),
             }
         )
 
     def _where(self, stage: Stage) -> dict[str, Any]:
         self.place.seconds = time.monotonic() - self._clock
+        self.energy.read(self.place)
         step = self.place.step
-        return {"step": step, "stage": stage.name, "tokens": stage.tokens_at(step), "seconds": self.place.seconds}
+        where = {"step": step, "stage": stage.name, "tokens": stage.tokens_at(step), "seconds": self.place.seconds}
+        return where | self.energy.so_far(self.place)
 
     def _held_out(self) -> PackedSequences | None:
         try:
             return PackedSequences(self.data.split("validation"), self.config.data.sequence_length, None)
         except TenfoldError as error:
-            self.note(f"no validation: {error}")
+            self.remark(f"no validation: {error}")
             return None
 
     def _validate(self, stage: Stage) -> float | None:
@@ -208,6 +245,7 @@ class Run:
         """The end of a stage: validate, note its closing numbers, save. The next stage begins from this checkpoint."""
         place = self.place
         loss = self._validate(stage)
+        self._observe(stage)
         place.finished.append(
             {
                 "name": stage.name,
@@ -216,9 +254,28 @@ class Run:
                 "tokens_per_second": stage.tokens / place.stage_seconds,
                 "validation_loss": loss,
                 "seconds": place.stage_seconds,
+                **self.energy.of_stage(place, stage.tokens),
             }
         )
         self._save(stage)
+
+    def _observe(self, stage: Stage) -> None:
+        """What a report shows besides the loss: how alike the layers are, and what the model writes."""
+        self._emit_similarity(stage)
+        self._written = self._sample()
+        self.emit({"event": "sample", **self._where(stage), "text": self._written})
+
+    _written: str | None = None  # what the model wrote when it was last looked at
+
+    def _emit_similarity(self, stage: Stage) -> None:
+        layers = self.model.layers
+        seen = seen_layers(len(layers))
+        if len(seen) > 1:
+            kinds = {
+                "attention": layer_similarity([layers[layer].attention for layer in seen]),
+                "ffn": layer_similarity([layers[layer].ffn for layer in seen]),
+            }
+            self.emit({"event": "similarity", **self._where(stage), "layers": seen, **kinds})
 
     def _enter(self, number: int) -> None:
         """Delink from the stage before, and show that the model's function is the same to the last bit."""
@@ -229,7 +286,7 @@ class Run:
         delink(self.model, self.optimizers, before.pattern, after.pattern, after.config.moments)
         self._compile()
         difference = (self._logits(probe) - logits).abs().max().item()
-        place.stage, place.stage_seconds = number, 0.0
+        place.stage, place.stage_seconds, place.joules_before = number, 0.0, place.joules
         self._window_steps, self._window_seconds = 0, 0.0
         self.emit(
             {
@@ -247,6 +304,7 @@ class Run:
                 "seconds": time.monotonic() - began,
             }
         )
+        self._emit_similarity(after)
 
     @torch.no_grad()
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -289,10 +347,11 @@ class Run:
         event: dict[str, Any] = {
             "event": "end",
             **self._where(self.stages[-1]),
+            **self.energy.closing(self.place, self.stages[-1].tokens_at(self.place.step)),
             "stages": self.place.finished,
             "unigram_loss": None,
             "bigram_loss": None,
-            "sample": self._sample(),
+            "sample": self._written or self._sample(),
         }
         if self.validation is not None:
             last = self.stages[-1]

@@ -1,0 +1,39 @@
+"""How alike the layers of a model are: 1 while they share, less and less after delinking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+_CHUNK = 2**20  # weights of each block that are looked at together
+_MOST_LAYERS = 32
+
+
+def seen_layers(layers: int) -> list[int]:
+    """The layers that similarity is told of: all, or of many 32 evenly spread, the first and the last among them."""
+    if layers <= _MOST_LAYERS:
+        return list(range(layers))
+    return [round(number * (layers - 1) / (_MOST_LAYERS - 1)) for number in range(_MOST_LAYERS)]
+
+
+@torch.no_grad()
+def layer_similarity(parts: Sequence[nn.Module]) -> list[list[float]]:
+    """Cosine of the angle between the weights of each two layers, [L, L], from the same part of each (its attention).
+
+    A part's weights are one long vector: all its parameters, end to end. Layers that share give the same module, which
+    is looked at once. Costs one pass over the weights and a product of them for each pair of blocks.
+    """
+    distinct = list(dict.fromkeys(parts))
+    products_BB = torch.zeros(len(distinct), len(distinct), dtype=torch.float64)
+    for same in zip(*(module.parameters() for module in distinct), strict=True):
+        flat = [weight.detach().reshape(-1) for weight in same]
+        for begin in range(0, flat[0].numel(), _CHUNK):
+            piece_BC = torch.stack([weight[begin : begin + _CHUNK].float() for weight in flat])
+            products_BB += (piece_BC @ piece_BC.T).double().cpu()
+    norms_B = products_BB.diagonal().sqrt().clamp_min(1e-30)
+    cosines_BB: Tensor = (products_BB / norms_B / norms_B[:, None]).clamp(-1, 1)
+    row = {module: index for index, module in enumerate(distinct)}
+    index_L = torch.tensor([row[part] for part in parts])
+    return [[round(value, 4) for value in line] for line in cosines_BB[index_L][:, index_L].tolist()]
