@@ -10,6 +10,7 @@ import random
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,10 @@ import zstandard
 from tokenizers import Tokenizer, models
 
 from tenfold.config.run import DataConfig, PrepareConfig
-from tenfold.data import encoding, survey, writing
-from tenfold.data import prepare as prepare_module
+from tenfold.data import encoding, survey, tokenizing, writing
 from tenfold.data.prepare import as_prepared, ensure_prepared, prepare
 from tenfold.data.shards import TokenData
+from tenfold.data.sources import Part
 from tenfold.data.survey import Survey, document_key
 from tenfold.data.vocabulary import for_documents, train_bpe
 from tenfold.errors import TenfoldError
@@ -182,12 +183,12 @@ def test_the_tokenizer_is_trained_on_a_bounded_sample_that_does_not_depend_on_or
     documents = texts(500)
 
     def sample(order: list[str]) -> Survey:
-        return survey.survey(order, with_sample=True, advance=lambda *_: None)
+        return survey.survey([Part.of(lambda: order)], dedup=False, advance=lambda *_: None)
 
     found = sample(documents)
     assert 500 < sum(len(text.encode()) for _, text in found.sample) <= 4000
     assert sorted(found.sample) == sorted(sample(documents[::-1]).sample)
-    assert found.documents == 500
+    assert found.tally.documents == 500
 
 
 # Given tokenizers
@@ -278,7 +279,8 @@ def test_a_vocabulary_larger_than_the_text_gives_is_told(tmp_path: Path, capsys:
         ("empty.txt", b"", "is empty"),
         ("blank.txt", b" \n\n ", "holds no text"),
         ("one.json", b"[]", "JSON lines"),
-        ("table.parquet", b"PAR1", "Parquet"),
+        ("table.parquet", b"PAR1", "is damaged or not what its name says"),
+        ("table.parquet.gz", b"PAR1", "unpack it first"),
         ("binary.txt", b"PAR1\0", "binary"),
         ("/dev/null", None, "no regular file"),
         ("folder", None, "holds no text: 1 files"),
@@ -329,7 +331,7 @@ def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypa
         write_jsonl(source, texts(40))
         return result
 
-    monkeypatch.setattr("tenfold.data.prepare.survey", then_append)
+    monkeypatch.setattr("tenfold.data.tokenizing.survey", then_append)
     with pytest.raises(TenfoldError, match="changed while it was read"):
         prepare(str(source), tmp_path / "out", small(), False)
 
@@ -344,9 +346,10 @@ def test_memory_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> 
             for number in range(repeats):
                 yield from texts(50, seed=number)
 
+        parts = [Part.of(stream)]
         tracemalloc.start()
-        survey.survey(stream(), with_sample=True, advance=lambda *_: None)
-        for _ in encoding.encode_documents(stream(), tokenizer, 0, 0, workers=2):
+        survey.survey(parts, dedup=False, advance=lambda *_: None)
+        for _ in encoding.encode_documents(parts, tokenizer, 0, 0, workers=2):
             pass
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
@@ -415,12 +418,12 @@ def test_text_that_is_rewritten_at_the_same_length_while_it_is_read_is_noticed(
 ) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one two three four " * 50)
-    trained = prepare_module._train
+    trained = tokenizing.train_tokenizer
 
-    def rewrite(*arguments: object) -> object:
+    def rewrite(*arguments: Any) -> Tokenizer:
         file.write_text("one two three five " * 50)
         return trained(*arguments)
 
-    monkeypatch.setattr(prepare_module, "_train", rewrite)
+    monkeypatch.setattr(tokenizing, "train_tokenizer", rewrite)
     with pytest.raises(TenfoldError, match="changed while it was read"):
         prepare(str(file), tmp_path / "shards", PrepareConfig(vocab_size=260, workers=1), show_progress=False)

@@ -37,4 +37,4 @@ def test_a_terminal_gets_a_bar_that_takes_every_advance(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with Progress(show=True).phase("tokenizing", 10) as advance:
         advance(10, 2, 5)
-    assert "tokenizing: 0.0 of 0.0 MB, 2 documents, 5 tokens" in capsys.readouterr().err
+    assert "tokenizing: 0.0 MB, 2 documents, 5 tokens" in capsys.readouterr().err

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tenfold.data import reading
-from tenfold.data.reading import cut_text, read_documents
+from tenfold.data.reading import cut_text, read_text
 from tenfold.errors import TenfoldError
 
 LONG = "".join(f"Paragraph {number} says something.\nAnd more of it.\n\n" for number in range(4000))
 
 
 def documents(path: Path, field: str = "text") -> list[str]:
-    return list(read_documents(path, field))
+    return list(read_text(path, field))
 
 
 def test_a_short_text_is_one_document(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def source_in(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), MemoryError()])
-def test_an_interruption_leaves_nothing_that_could_be_taken_for_whole(
+def test_an_interruption_leaves_nothing_but_work_to_go_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException
 ) -> None:
     monkeypatch.setattr(encoding, "_BATCH_CHARACTERS", 300)
@@ -44,7 +44,8 @@ def test_an_interruption_leaves_nothing_that_could_be_taken_for_whole(
     source = source_in(tmp_path)
     with pytest.raises(type(fault)):
         prepare(str(source), tmp_path / "out", OPTIONS, False)
-    assert list(tmp_path.iterdir()) == [source]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial", "a.jsonl"]
+    assert (tmp_path / ".out.partial" / "journal.json").is_file()
     assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
@@ -57,6 +58,14 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
     data = prepare(str(source), tmp_path / "out", OPTIONS, False)
     data.verify()
     assert not left.exists()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "index.json",
+        "tokenizer.json",
+        "train-00000.bin",
+        "train-00000.idx",
+        "validation-00000.bin",
+        "validation-00000.idx",
+    ]
     assert not (tmp_path / "out" / "deep").exists()
 
 
@@ -81,7 +90,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.Monk
     source = source_in(tmp_path)
     with pytest.raises(TenfoldError, match=r"disk is full: .*out cannot be written \(it needs about [\d,]+ bytes, "):
         prepare(str(source), tmp_path / "out", OPTIONS, False)
-    assert list(tmp_path.iterdir()) == [source]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ class PrepareConfig(Section):
     vocab_size: Count = Field(
         8192, ge=257, le=10**7, description="Entries of the BPE that is trained when none is given."
     )
-    text_field: str = Field("text", description="The field of a JSONL record that holds the text.")
+    text_field: str = Field("text", description="The JSONL field or the Parquet or Arrow column that holds the text.")
+    dedup: bool = Field(False, description="Drop documents whose text is equal to an earlier one's.")
     validation_fraction: Share = Field(0.01, description="Share of documents held out for validation.")
     workers: int = Field(0, ge=0, description="Threads that tokenize; 0 is one for each core.")
 
@@ -29,9 +30,17 @@ class DataConfig(PrepareConfig):
     path: str = Field(
         "python-stdlib",
         min_length=1,
-        description="Text (a file or folder; plain, JSONL, .gz or .zst), prepared shards, python-stdlib, recipe:NAME.",
+        description="Text or tokens, a file or a folder (every format: docs/data.md), python-stdlib, or recipe:NAME.",
     )
     cache: str = Field("data", description="Folder where shards made from raw text are kept.")
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64", "uint64"] | None = Field(
+        None, description="Of token files that do not say it (nanoGPT .bin, OLMo .npy); unset: uint16."
+    )
+    end_of_text: int | None = Field(
+        None,
+        ge=0,
+        description="Id that ends documents in token files made elsewhere; unset: the tokenizer's.",
+    )
     sequence_length: int = Field(1024, gt=0, description="Tokens in one training sequence.")
 
 

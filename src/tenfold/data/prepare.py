@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import time
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-from tokenizers import Tokenizer
+from typing import Any
 
 from tenfold.config.run import DataConfig, PrepareConfig
-from tenfold.data.encoding import encode_documents
+from tenfold.data.journal import JOURNAL, Journal, forget
 from tenfold.data.progress import Progress
-from tenfold.data.shards import INDEX, VERSION, Index, SplitName, TokenData, TokenizerEntry, holds_shards, sha256_of
+from tenfold.data.shards import INDEX, VERSION, Duplicates, Index, TokenData, TokenizerEntry, holds_shards, sha256_of
 from tenfold.data.sources import Source, open_source, readable_name
-from tenfold.data.survey import Survey, survey
-from tenfold.data.vocabulary import end_of_text, for_documents, load_tokenizer, train_bpe, vocabulary_size
-from tenfold.data.writing import ShardWriter, appearing_whole, telling_disk_faults, write_file
+from tenfold.data.tokenizing import TOKENIZER, token_dtype, write_tokens
+from tenfold.data.vocabulary import end_of_text, vocabulary_size
+from tenfold.data.writing import appearing_whole, partial_folder, write_file
 from tenfold.errors import TenfoldError
-
-_TOKENIZER = "tokenizer.json"
-_BYTES_PER_TOKEN_AT_LEAST = 2.5
-"""For the estimate of disk space; English on 8,192 entries has 3 to 4."""
 
 
 def prepare(source: str, out: Path, options: PrepareConfig, show_progress: bool = True) -> TokenData:
@@ -80,85 +71,39 @@ def as_prepared(data: DataConfig, shards: TokenData) -> DataConfig:
 def _prepare(source: Source, out: Path, options: PrepareConfig, progress: Progress) -> TokenData:
     if (existing := _existing(source, out, options)) is not None:
         progress.note(f"{out} holds just this already")
+        forget(out)  # if it was stopped between appearing and this
         return existing
-    given = None if options.tokenizer is None else load_tokenizer(Path(options.tokenizer).expanduser())
-    with appearing_whole(out) as folder:
-        with progress.phase("reading") as advance:
-            seen = survey(source.documents(), with_sample=given is None, advance=advance)
-        if not seen.documents:
-            raise TenfoldError(f"{source.name} holds no text: every file or record is empty")
-        held_out_below = seen.held_out_below(options.validation_fraction)
-        tokenizer = given or _train(seen, held_out_below, options.vocab_size, progress)
-        seen.sample.clear()
-        write_file(folder / _TOKENIZER, _tokenizer_file(tokenizer, options))
-        index = _write_shards(source, seen, tokenizer, held_out_below, folder, out, options, progress)
-        write_file(folder / INDEX, json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False).encode())
+    decisive = _decisive(options)
+    try:
+        with appearing_whole(out, JOURNAL) as folder:
+            journal, tokenizer, splits = write_tokens(source, folder, out, options, json.dumps(decisive), progress)
+            index = Index(
+                tokenizer=TokenizerEntry(file=TOKENIZER, sha256=sha256_of(folder / TOKENIZER)),
+                vocab_size=vocabulary_size(tokenizer),
+                end_of_text=end_of_text(tokenizer, folder / TOKENIZER),
+                dtype=token_dtype(vocabulary_size(tokenizer)),
+                splits=splits,
+                duplicates=_duplicates(journal, progress) if options.dedup else None,
+                source={"name": source.name, "fingerprint": source.fingerprint, **source.about},
+                options=decisive,
+            )
+            write_file(folder / INDEX, json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False).encode())
+    except BaseException:
+        partial = partial_folder(out)
+        if (partial / JOURNAL).is_file():
+            progress.note(f"what is done is kept in {partial}: the same command goes on from there")
+        raise
+    forget(out)
     return TokenData.open(out)
 
 
-def _write_shards(
-    source: Source,
-    seen: Survey,
-    tokenizer: Tokenizer,
-    held_out_below: int,
-    folder: Path,
-    out: Path,
-    options: PrepareConfig,
-    progress: Progress,
-) -> Index:
-    end = end_of_text(tokenizer, Path(options.tokenizer or _TOKENIZER))
-    vocab_size = vocabulary_size(tokenizer)
-    dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 2**16 else "uint32"
-    writers: dict[SplitName, ShardWriter] = {
-        "train": ShardWriter(folder, "train", dtype),
-        "validation": ShardWriter(folder, "validation", dtype),
-    }
-    bytes_needed = (
-        int(seen.text_bytes / _BYTES_PER_TOKEN_AT_LEAST + seen.documents) * np.dtype(dtype).itemsize
-        + 8 * seen.documents
+def _duplicates(journal: Journal, progress: Progress) -> Duplicates:
+    share = journal.dropped_bytes / journal.read.text_bytes
+    progress.note(
+        f"dropped {journal.dropped_documents:,} documents that repeat an earlier one "
+        f"({journal.dropped_bytes / 1e6:,.1f} MB, {share:.1%} of the text)"
     )
-    written, key_sum = 0, 0
-    batches = encode_documents(source.documents(), tokenizer, end, held_out_below, options.workers)
-    with (
-        telling_disk_faults(out, bytes_needed),
-        contextlib.closing(batches),
-        progress.phase("tokenizing", seen.text_bytes) as advance,
-    ):
-        for batch in batches:
-            for part in batch:
-                writers[part.split].add(part.tokens, part.lengths, part.text_bytes)
-                advance(part.text_bytes, len(part.lengths), len(part.tokens))
-                written, key_sum = written + part.text_bytes, key_sum + part.key_sum
-        splits = {split: writer.close() for split, writer in writers.items()}
-    if (written, key_sum) != (seen.text_bytes, seen.key_sum):
-        raise TenfoldError(f"{source.name} changed while it was read; run again when nothing writes to it")
-    return Index(
-        tokenizer=TokenizerEntry(file=_TOKENIZER, sha256=sha256_of(folder / _TOKENIZER)),
-        vocab_size=vocab_size,
-        end_of_text=end,
-        dtype=dtype,
-        splits=splits,
-        source={"name": source.name, "fingerprint": source.fingerprint, **source.about},
-        options=_decisive(options),
-    )
-
-
-def _train(seen: Survey, held_out_below: int, vocab_size: int, progress: Progress) -> Tokenizer:
-    """A BPE made from a sample of the documents that are trained on."""
-    texts = [text for key, text in seen.sample if key >= held_out_below]
-    progress.note(f"training a BPE of {vocab_size:,} entries on {sum(map(len, texts)) / 1e6:,.1f} M characters")
-    start = time.monotonic()
-    tokenizer = for_documents(train_bpe(texts, vocab_size))
-    progress.note(f"trained in {time.monotonic() - start:.1f} s")
-    if (made := vocabulary_size(tokenizer)) < vocab_size:
-        progress.note(f"the text gives a BPE of {made:,} entries, not {vocab_size:,}: nothing more in it repeats")
-    return tokenizer
-
-
-def _tokenizer_file(tokenizer: Tokenizer, options: PrepareConfig) -> bytes:
-    if options.tokenizer is None:
-        return tokenizer.to_str(pretty=True).encode()
-    return Path(options.tokenizer).expanduser().read_bytes()
+    return Duplicates(documents=journal.dropped_documents, text_bytes=journal.dropped_bytes)
 
 
 def _decisive(options: PrepareConfig) -> dict[str, Any]:

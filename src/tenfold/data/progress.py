@@ -30,17 +30,27 @@ class Progress:
             self._console.print(text, markup=False)
 
     @contextlib.contextmanager
-    def phase(self, name: str, total_bytes: int | None = None) -> Iterator[Advance]:
-        """A phase over `total_bytes` of text (None: not known yet)."""
+    def timed(self, text: str) -> Iterator[None]:
+        """A line that stays before something that takes a while, and one with its seconds after."""
+        self.note(text)
+        start = time.monotonic()
+        yield
+        self.note(f"done in {time.monotonic() - start:.1f} s")
+
+    @contextlib.contextmanager
+    def phase(
+        self, name: str, total_bytes: int | None = None, before: tuple[int, int, int] = (0, 0, 0)
+    ) -> Iterator[Advance]:
+        """A phase over about `total_bytes` of text (None: not known), of which an earlier call did `before`."""
         start, told = time.monotonic(), time.monotonic()
-        done = [0, 0, 0]
+        done = list(before)
 
         def rate() -> str:
             seconds = max(time.monotonic() - start, 1e-9)
-            return f", {done[2] / seconds:,.0f} tokens/s" if done[2] else ""
+            return f", {(done[2] - before[2]) / seconds:,.0f} tokens/s" if done[2] else ""
 
-        def line() -> str:
-            of = f" of {total_bytes / 1e6:,.1f}" if total_bytes else ""
+        def line(at_end: bool = False) -> str:
+            of = f" of {total_bytes / 1e6:,.1f}" if total_bytes and not at_end else ""
             tokens = f", {done[2]:,} tokens" if done[2] else ""
             return f"{name}: {done[0] / 1e6:,.1f}{of} MB, {done[1]:,} documents{tokens}{rate()}"
 
@@ -54,7 +64,7 @@ class Progress:
                     TextColumn("{task.fields[state]}"),
                 )
                 bar = stack.enter_context(RichProgress(*columns, console=self._console, transient=True))
-                task = bar.add_task(name, total=total_bytes, state="")
+                task = bar.add_task(name, total=total_bytes, completed=done[0], state="")
 
             def advance(text_bytes: int, documents: int, tokens: int) -> None:
                 nonlocal told
@@ -66,4 +76,4 @@ class Progress:
                     self.note(line())
 
             yield advance
-        self.note(f"{line()} ({time.monotonic() - start:.1f} s)")
+        self.note(f"{line(at_end=True)} ({time.monotonic() - start:.1f} s)")

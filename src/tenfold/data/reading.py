@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import gzip
+import itertools
 import json
 import re
 import zlib
@@ -41,15 +42,15 @@ def plain_suffix(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def read_documents(path: Path, text_field: str) -> Iterator[str]:
-    """The documents of one file, in order.
+def read_text(path: Path, text_field: str, skip: int = 0) -> Iterator[str]:
+    """The documents of one file of plain text or JSON lines, in order, without the first `skip`.
 
     JSON lines give one document a record. Any other file is plain text: one document, or, when it is longer than
     `WHOLE_CHARACTERS`, pieces that end at blank lines and together are the file.
     """
     if plain_suffix(path) in RECORD_SUFFIXES:
-        return _records(path, text_field)
-    return cut_text(_text_blocks(path))
+        return _records(path, text_field, skip)
+    return itertools.islice(cut_text(_text_blocks(path)), skip, None)
 
 
 def cut_text(blocks: Iterable[str]) -> Iterator[str]:
@@ -104,12 +105,16 @@ def _decode(data: bytes, offset: int, path: Path, final: bool) -> tuple[str, int
         ) from None
 
 
-def _records(path: Path, field: str) -> Iterator[str]:
+def _records(path: Path, field: str, skip: int) -> Iterator[str]:
     for number, offset, line in _lines(path):
         text, _ = _decode(line, offset, path, final=True)
         if offset == 0:
             text = text.removeprefix("\ufeff")
-        if text.strip():
+        if not text.strip():
+            continue
+        if skip:
+            skip -= 1
+        else:
             yield _field(text, field, f"{path}:{number}")
 
 

@@ -51,6 +51,13 @@ class TokenizerEntry(Section):
     sha256: str = Field(description="Of that file.")
 
 
+class Duplicates(Section):
+    """What was dropped because its text was equal to an earlier document's."""
+
+    documents: int = Field(ge=0, description="Documents dropped.")
+    text_bytes: int = Field(ge=0, description="Bytes of their text in UTF-8.")
+
+
 class Index(Section):
     """What index.json holds."""
 
@@ -61,6 +68,7 @@ class Index(Section):
     end_of_text: int = Field(ge=0, description="The token after each document.")
     dtype: Literal["uint16", "uint32"] = Field(description="Of the token files, little-endian.")
     splits: dict[SplitName, list[ShardEntry]]
+    duplicates: Duplicates | None = Field(None, description="What was dropped as such; null: nothing was looked for.")
     source: dict[str, Any] = Field(description="Name and fingerprint of the text.")
     options: dict[str, Any] = Field(description="How it was prepared.")
 
@@ -116,7 +124,7 @@ class TokenData:
         self.index = index
         self.vocab_size = index.vocab_size
         self.end_of_text = index.end_of_text
-        told = index.model_dump(mode="json", exclude={"source", "options"})
+        told = index.model_dump(mode="json", exclude={"source", "options", "duplicates"})
         self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         """sha256 over all that decides which tokens are read; where the text came from is not part of it."""
 
