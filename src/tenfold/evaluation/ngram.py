@@ -8,7 +8,7 @@ import numpy as np
 
 from tenfold.data.sampling import PackedSequences
 
-_COUNTED_AT_MOST = 50_000_000
+COUNTED_AT_MOST = 50_000_000
 _SMOOTHING = (0.5, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -30,7 +30,7 @@ def ngram_losses(
     (c(b) + 1) / (N + V). Bigram, smoothed towards it: (c(ab) + s * unigram(b)) / (c(a) + s), with the s that does best
     on the held-out text itself, which favours this baseline.
     """
-    samples = min(samples, len(train), max(1, _COUNTED_AT_MOST // train.sequence_length))
+    samples = min(samples, len(train), max(1, COUNTED_AT_MOST // train.sequence_length))
     counts = np.zeros(vocab_size, dtype=np.int64)  # c(b)
     begun = np.zeros(vocab_size, dtype=np.int64)  # c(a)
     coded = np.empty((samples, train.sequence_length), dtype=np.int64)

@@ -102,6 +102,8 @@ class Display:
                 self._validation = event
                 loss, bits = format_number(event.get("validation_loss"), ".4f"), event.get("bits_per_byte")
                 more = "" if bits is None else f", {format_number(bits)} bits per byte"
+                if (accuracy := event.get("masked_accuracy")) is not None:
+                    more = f", {format_share(accuracy)} of masked tokens right"
                 self.note(f"step {event.get('step')}: validation loss {loss}{more}")
             case "delink":
                 self._change_stage(event.get("stage_to", ""))

@@ -63,12 +63,11 @@ def closing_table(
     lines = []
     if metered:
         lines.append(energy_line(end_event))
-    if end_event.get("bigram_loss") is not None:
-        lines.append(
-            f"for comparison: unigram loss {format_number(end_event.get('unigram_loss'), '.4f')}, "
-            f"bigram loss {format_number(end_event.get('bigram_loss'), '.4f')}, "
-            f"counted on the same {format_count(end_event.get('counted_tokens'))} tokens"
-        )
+    counted = [name for name in ("unigram", "bigram") if end_event.get(f"{name}_loss") is not None]
+    if counted:
+        losses = (f"{name} loss {format_number(end_event[f'{name}_loss'], '.4f')}" for name in counted)
+        tokens = format_count(end_event.get("counted_tokens"))
+        lines.append(f"for comparison: {', '.join(losses)}, counted on the same {tokens} tokens")
     for delink in delinks:
         names = f"{delink.get('stage_from')} -> {delink.get('stage_to')}"
         lines.append(f"delinking {names} at step {delink.get('step')}: logits {format_logits(delink)}")

@@ -28,6 +28,7 @@ from tenfold.data.shards import TokenData
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.generation import generate
 from tenfold.evaluation.loss import bits_per_byte, held_out_loss
+from tenfold.evaluation.masked import masked_loss, masked_unigram_loss
 from tenfold.evaluation.ngram import ngram_losses
 from tenfold.hardware.carbon import grid_of
 from tenfold.hardware.device import describe_machine, matrix_rate
@@ -236,9 +237,15 @@ class Run:
             return None
         training = self.config.training
         batch = training.micro_batch_size or stage.batch_size
-        loss = held_out_loss(self.model, self.validation, training.validation_sequences, batch, training.loss_chunk)
-        bits = bits_per_byte(loss, self.validation)
-        self.emit({"event": "validation", **self._where(stage), "validation_loss": loss, "bits_per_byte": bits})
+        held_out = (self.model, self.validation, training.validation_sequences, batch, training.loss_chunk)
+        more: dict[str, float]
+        if self.config.model.objective == "masked":  # its loss is no code length of the text: no bits per byte
+            loss, accuracy = masked_loss(*held_out)
+            more = {"masked_accuracy": accuracy}
+        else:
+            loss = held_out_loss(*held_out)
+            more = {"bits_per_byte": bits_per_byte(loss, self.validation)}
+        self.emit({"event": "validation", **self._where(stage), "validation_loss": loss, **more})
         return loss
 
     def _finish(self, stage: Stage, described: dict[str, Any]) -> None:
@@ -355,17 +362,23 @@ class Run:
         }
         if self.validation is not None:
             last = self.stages[-1]
-            limit, vocabulary = self.config.training.validation_sequences, self.model.vocab_size
-            losses = ngram_losses(self.train, last.sample_at(last.last_step), self.validation, limit, vocabulary)
-            event |= {
-                "unigram_loss": losses.unigram,
-                "bigram_loss": losses.bigram,
-                "counted_tokens": losses.counted_tokens,
-            }
+            samples, limit = last.sample_at(last.last_step), self.config.training.validation_sequences
+            if self.config.model.objective == "masked":
+                unigram, counted = masked_unigram_loss(self.train, samples, self.validation, limit, self.model.config)
+                event |= {"unigram_loss": unigram, "counted_tokens": counted}
+            else:
+                losses = ngram_losses(self.train, samples, self.validation, limit, self.model.vocab_size)
+                event |= {
+                    "unigram_loss": losses.unigram,
+                    "bigram_loss": losses.bigram,
+                    "counted_tokens": losses.counted_tokens,
+                }
         self.emit(event)
 
-    def _sample(self) -> str:
-        """What the model writes of its own, from the beginning of a held-out document."""
+    def _sample(self) -> str | None:
+        """What the model writes of its own, from the beginning of a held-out document; an encoder writes nothing."""
+        if self.config.model.objective == "masked":
+            return None
         source = self.validation or self.train
         prompt = [self.data.end_of_text, *source.split.read(0, min(16, source.split.tokens)).tolist()]
         tokens = [*prompt[1:], *generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed)]
