@@ -270,7 +270,8 @@ class Run:
         """What a report shows besides the loss: how alike the layers are, and what the model writes."""
         self._emit_similarity(stage)
         self._written = self._sample()
-        self.emit({"event": "sample", **self._where(stage), "text": self._written})
+        if self._written is not None:
+            self.emit({"event": "sample", **self._where(stage), "text": self._written})
 
     _written: str | None = None  # what the model wrote when it was last looked at
 
