@@ -172,6 +172,7 @@ def test_a_head_width_of_its_own_frees_the_hidden_width():
             {"model": {"preset": "gpt2-124m"}, "data": {"sequence_length": 2048}},
             "data.sequence_length = 2048 is more than model.max_positions = 1024",
         ),
+        ({"model": {"document_end": 0}}, "set data.document_mask = true"),
         ({"stages": [{"sharing": {"groups": 0}}]}, "stages.0.sharing"),
         ({"stages": [{"until": {"steps": -1}}, {"name": "b"}]}, "stages.0.until"),
         ({"training": {"tokens": 0}}, "training.tokens"),

@@ -17,6 +17,8 @@ SHAPES = {
     "multi-query, own head width": {"heads": 4, "kv_heads": 1, "head_dim": 6},
     "moe": {"moe": {"experts": 4, "prototypes": 2, "ffn": 8, "shared_experts": 1}},
     "moe with capacity": {"moe": {"experts": 4, "ffn": 8, "capacity": "one", "capacity_factor": 0.5}},
+    "documents": {"document_end": 7},
+    "documents, learned positions": {"document_end": 7, "positions": "learned", "heads": 4, "kv_heads": 2},
 }
 PATTERNS = ["none", "all", {"groups": 2}, {"cycle": 2}, "sandwich"]
 
@@ -26,7 +28,7 @@ def new_cache(model, sequences, positions=32):
 
 
 def random_tokens(*shape, seed=0):
-    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 12, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -89,7 +91,7 @@ def test_layers_that_share_a_block_keep_their_own_keys(tiny_decoder):
     cache = new_cache(model, 1)
     with torch.no_grad():
         model(random_tokens(1, 4), cache)
-    keys = [layer.keys[0, :, :4] for layer in cache.begin(1)]
+    keys = [layer.keys[0, :, :4] for layer in cache.begin(random_tokens(1, 1))]
     assert len(keys) == 4
     assert all(not torch.equal(keys[0], other) for other in keys[1:])
 
@@ -107,8 +109,8 @@ def test_the_kernel_for_one_query_equals_the_softmax_written_out(tiny_decoder):
     attention, x = model.layers[0].attention, torch.randn(1, 1, 16, dtype=torch.float64)
     cache = new_cache(model, 1)
     past_k, past_v = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
-    cache.begin(5)[0].extend(past_k, past_v)
-    found = attention(x, Context(None, cache.begin(1)))
+    cache.begin(random_tokens(1, 5))[0].extend(past_k, past_v)
+    found = attention(x, Context(None, cache.begin(random_tokens(1, 1))))
     q, k, v = (project(x).view(-1, 8) for project in (attention.wq, attention.wk, attention.wv))
     parts = []
     for head in range(4):

@@ -68,6 +68,15 @@ def test_masks_hang_on_seed_and_sample_alone():
     assert len({tuple(row) for row in whole.places.tolist()}) == 12
 
 
+def test_ends_of_documents_stay_where_documents_are_masked():
+    batch = batch_of(3000, positions=16) % 4  # every fourth token is an end, and drawing four tokens draws it often
+    config = ModelConfig(vocab_size=5, objective="masked", mask_token=4, mask_share=0.9, document_end=0)
+    example = make_example(batch, config, 1, 0)
+    assert torch.equal(example.inputs == 0, batch[:, :-1] == 0)
+    without = make_example(batch, config.model_copy(update={"document_end": None}), 1, 0)
+    assert not torch.equal(without.inputs == 0, batch[:, :-1] == 0)
+
+
 def test_micro_batches_are_the_rows_of_the_batch():
     example = make_example(batch_of(7), encoder_config(), 1, 0)
     parts = list(example.split(3))

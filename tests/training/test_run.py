@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
+from tenfold.data.sampling import PackedSequences
+from tenfold.data.shards import TokenData
 from tenfold.reporting.metrics import MetricsWriter, read_metrics
+from tenfold.training.setup import load_model
 
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
 
@@ -153,6 +157,34 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     assert losses(parts) == losses(whole)
     assert same_tensors(final_state(parts), final_state(whole))
     assert [event["stage"] for event in of_kind(parts, "validation")] == ["pseudo", "real"]
+
+
+def test_a_run_with_document_masks_is_evaluated_with_them(
+    run_file: Callable[..., Path], shards: Path, tmp_path: Path
+) -> None:
+    out, flags = tmp_path / "run", ["--data.document-mask", "--model.positions", "learned"]
+    assert main(["train", str(run_file()), "--out", str(out), *flags]) == 0
+    assert of_kind(out, "delink")[0]["logits_equal"] is True
+    data = TokenData.open(shards)
+    model = load_model(out, None, torch.device("cpu"))
+    rows = torch.from_numpy(PackedSequences(data.split("validation"), 32, None).batch(0, 8))
+    inputs = rows[:, :-1]
+    assert (inputs[:, :-1] == data.end_of_text).any(), "the text has a border between documents to look at"
+    told = of_kind(out, "validation")[-1]["validation_loss"]
+
+    def loss(tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        logits = model.logits(model(tokens)[0])
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+
+    apart = 0.0  # each document in a forward pass of its own
+    for row in rows.tolist():
+        begin = 0
+        for place in range(32):
+            if row[place] == data.end_of_text or place == 31:
+                apart += loss(torch.tensor([row[begin : place + 1]]), torch.tensor([row[begin + 1 : place + 2]]))
+                begin = place + 1
+    assert told == pytest.approx(apart / inputs.numel(), rel=1e-5)
+    assert main(["train", str(run_file()), "--out", str(out), *flags, "--resume"]) == 0
 
 
 @pytest.mark.slow

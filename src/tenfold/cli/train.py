@@ -18,6 +18,8 @@ from tenfold.config.run import EnergyConfig, RunConfig
 from tenfold.errors import TenfoldError
 
 if TYPE_CHECKING:
+    import torch
+
     from tenfold.data.shards import TokenData
 
 USAGE = """usage: tenfold train RUN.toml [--out FOLDER] [--resume] [--dry-run] [flags]
@@ -123,7 +125,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     if started:
         config = _same_config(config, folder, data, device)
     else:
-        config = resolve(config, data.vocab_size, device, data.mask_token())
+        config = resolve(config, data.vocab_size, device, data.mask_token(), data.end_of_text)
     assert config.model.vocab_size is not None
     check_tokens(data, config.model.vocab_size)
 
@@ -182,18 +184,15 @@ def _ended(events: list[dict[str, object]]) -> list[dict[str, object]]:
     return [event for event in events if event["event"] == "end"]
 
 
-def _same_config(given: RunConfig, folder: Path, data: TokenData, device: object) -> RunConfig:
+def _same_config(given: RunConfig, folder: Path, data: TokenData, device: torch.device) -> RunConfig:
     """The run directory's own configuration, with what may change taken from `given`; refuses any other difference."""
-    import torch
-
     from tenfold.training.setup import resolve
 
     saved = build(RunConfig, read_toml(folder / "config.toml"), str(folder / "config.toml"))
-    assert isinstance(device, torch.device)
     if given.training.precision == "auto":
         training = given.training.model_copy(update={"precision": saved.training.precision})
         given = given.model_copy(update={"training": training})
-    given = resolve(given, data.vocab_size, device, data.mask_token())
+    given = resolve(given, data.vocab_size, device, data.mask_token(), data.end_of_text)
     mine, theirs = dict(leaves(given)), dict(leaves(saved))
     for path in sorted(mine.keys() | theirs.keys()):
         if mine.get(path) != theirs.get(path) and path not in _FREE:

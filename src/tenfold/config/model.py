@@ -95,6 +95,11 @@ class ModelConfig(Section):
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon of the norms.")
     activation: Literal["gelu", "swiglu"] = Field("swiglu", description="Feed-forward: two or three matrices.")
     positions: Literal["learned", "rotary"] = Field("rotary", description="How a token knows its place.")
+    document_end: int | None = Field(
+        None,
+        ge=0,
+        description="The token id after which attention and positions begin anew; `data.document_mask` sets it.",
+    )
     rope_theta: float = Field(10000.0, gt=0, description="Base of the rotary frequencies.")
     qk_norm: bool = Field(False, description="RMSNorm of each query and key head before attention.")
     bias: bool = Field(False, description="Biases in linear layers (GPT-2 has them, Llama has not).")

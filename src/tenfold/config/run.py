@@ -42,6 +42,9 @@ class DataConfig(PrepareConfig):
         description="Id that ends documents in token files made elsewhere; unset: the tokenizer's.",
     )
     sequence_length: int = Field(1024, gt=0, description="Tokens in one training sequence.")
+    document_mask: bool = Field(
+        False, description="Attention does not cross documents, and positions restart at each; else it sees them all."
+    )
 
 
 class TrainingConfig(Section):
@@ -169,6 +172,10 @@ class RunConfig(Section):
                 raise ValueError(
                     f"stages.{number}.batch_size = {size} is not a multiple of training.micro_batch_size = {micro}"
                 )
+        if self.model.document_end is not None and not self.data.document_mask:
+            raise ValueError(
+                "model.document_end follows from the data: leave it out, and set data.document_mask = true"
+            )
         if self.model.positions == "learned" and self.data.sequence_length > (self.model.max_positions or 10**12):
             raise ValueError(
                 f"data.sequence_length = {self.data.sequence_length} is more than "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tenfold.config.model import ModelConfig
 from tenfold.nn.cache import LayerCache
+from tenfold.nn.documents import attend_within
 from tenfold.nn.layers import Linear, Norm
 
 
@@ -25,6 +26,8 @@ class Context(NamedTuple):
     """In generation, the keys and values of this layer and of those above it; else none."""
     causal: bool = True
     """Whether a position sees only itself and those before it (a decoder), or all of them (an encoder)."""
+    document_starts: Tensor | None = None
+    """Where documents begin that attention may not leave (`documents.Documents`); None: it sees the whole sequence."""
 
     def above(self, layers: int = 1) -> Context:
         """The same for the layer that stands `layers` higher."""
@@ -80,6 +83,11 @@ def attend(q_BHTW: Tensor, k_BKSW: Tensor, v_BKSW: Tensor, context: Context) -> 
     There may be more keys than queries, S > T: those of positions before (see `nn.cache`).
     """
     grouped = q_BHTW.shape[1] != k_BKSW.shape[1]
+    if context.document_starts is not None:
+        if grouped:
+            group = q_BHTW.shape[1] // k_BKSW.shape[1]
+            k_BKSW, v_BKSW = (x.repeat_interleave(group, dim=1) for x in (k_BKSW, v_BKSW))
+        return attend_within(q_BHTW, k_BKSW, v_BKSW, context.document_starts, context.causal)
     if context.caches and q_BHTW.shape[2] == 1:
         return _attend_once(q_BHTW, k_BKSW, v_BKSW, context.caches[0].visible)
     visible = context.caches[0].visible if context.caches else None

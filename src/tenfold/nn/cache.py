@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tenfold.config.model import ModelConfig
@@ -23,6 +24,8 @@ class LayerCache(NamedTuple):
     """The place of the first new position where all sequences are equally long."""
     places: Tensor
     """Of the new positions, int64 [B, T]."""
+    positions: Tensor
+    """The same, counted from the beginning of each one's document where documents are masked."""
     end: int
     """How long the longest sequence is with its new positions."""
     visible: Tensor | None
@@ -52,12 +55,15 @@ class KeyValueCache:
         # Zeros: a hidden place has weight 0, and 0 times what uninitialized memory may hold can be NaN.
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self._document_end = config.document_end
+        self._ended = torch.zeros(sequences, positions, dtype=torch.bool, device=device)  # places of ends of documents
         self.positions = positions
         self.lengths = [0] * sequences
         """Positions that each sequence holds."""
 
-    def begin(self, new: int) -> tuple[LayerCache, ...]:
-        """For every layer, where `new` more positions of each sequence go; they count as held from now on."""
+    def begin(self, tokens_BT: Tensor) -> tuple[LayerCache, ...]:
+        """For every layer, where these tokens of each sequence go; they count as held from now on."""
+        new = tokens_BT.shape[1]
         end = max(self.lengths) + new
         if end > self.positions:
             raise ValueError(f"the cache has room for {self.positions} positions, not {end}")
@@ -67,12 +73,25 @@ class KeyValueCache:
         visible = None
         if not (equal and (new == 1 or self.lengths[0] == 0)):
             visible = (torch.arange(end, device=device) <= places_BT[:, :, None])[:, None]
+        positions_BT = places_BT
+        if self._document_end is not None:
+            began_BT = self._document_starts(places_BT, tokens_BT == self._document_end)
+            positions_BT = places_BT - began_BT
+            place_S = torch.arange(end, device=device)
+            visible = ((place_S >= began_BT[:, :, None]) & (place_S <= places_BT[:, :, None]))[:, None]
         first = self.lengths[0] if equal else None
         self.lengths = [length + new for length in self.lengths]
         return tuple(
-            LayerCache(keys, values, first, places_BT, end, visible)
+            LayerCache(keys, values, first, places_BT, positions_BT, end, visible)
             for keys, values in zip(self._keys, self._values, strict=True)
         )
+
+    def _document_starts(self, places_BT: Tensor, ended_BT: Tensor) -> Tensor:
+        """The place at which the document of each new position began; keeps which of them end one."""
+        self._ended.scatter_(1, places_BT, ended_BT)
+        after_BP = torch.arange(1, self.positions + 1, device=places_BT.device) * self._ended
+        began_BP = F.pad(after_BP, (1, 0)).cummax(1).values  # a document begins after the end of the one before
+        return began_BP.gather(1, places_BT)
 
     def cut(self, lengths: Sequence[int]) -> None:
         """Forget what each sequence holds from place `lengths` on: the padding of prompts of unequal length."""
@@ -84,4 +103,5 @@ class KeyValueCache:
         index = torch.tensor(sequences, device=self._keys[0].device)
         for held in (self._keys, self._values):
             held[:] = [layer[index] for layer in held]
+        self._ended = self._ended[index]
         self.lengths = [self.lengths[sequence] for sequence in sequences]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tenfold.config.model import ModelConfig
 from tenfold.nn.attention import Attention, Context, rotary_table
 from tenfold.nn.cache import KeyValueCache
+from tenfold.nn.documents import documents_of
 from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.moe import FeedForward, MixtureOfExperts
 
@@ -143,11 +144,16 @@ class Decoder(nn.Module):
 
         With `cache` the tokens go on from those that it holds, and are held from then on.
         """
-        caches = () if cache is None else cache.begin(tokens_BT.shape[1])
-        end = caches[0].end if caches else tokens_BT.shape[1]
+        length, positions_BT, starts = tokens_BT.shape[1], None, None
+        caches = () if cache is None else cache.begin(tokens_BT)
+        if caches:
+            length, positions_BT = caches[0].end, caches[0].positions
+        elif self.config.document_end is not None:
+            starts, positions_BT = documents_of(tokens_BT, self.config.document_end)
         x_BTD = self.embedding(tokens_BT)
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions.weight[caches[0].places if caches else slice(end)]
+            rows = self.positions.weight[:length]
+            x_BTD = x_BTD + (rows if positions_BT is None else F.embedding(positions_BT, rows))
         x_BTD = x_BTD.to(self.dtype)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
@@ -155,10 +161,10 @@ class Decoder(nn.Module):
             x_BTD = self.projection(x_BTD)
         rotary = None
         if self.config.positions == "rotary":
-            rotary = rotary_table(end, self.config.head_width, self.config.rope_theta, tokens_BT.device)
-            if caches:
-                rotary = rotary[:, caches[0].places].unsqueeze(2)  # [2, B, 1, T, W / 2]
-        context = Context(rotary, causal=self.config.objective != "masked", caches=caches)
+            rotary = rotary_table(length, self.config.head_width, self.config.rope_theta, tokens_BT.device)
+            if positions_BT is not None:
+                rotary = rotary[:, positions_BT].unsqueeze(2)  # [2, B, 1, T, W / 2]
+        context = Context(rotary, caches, self.config.objective != "masked", starts)
         statistics = []
         for segment in self.segments:
             x_BTD, layer_statistics = segment(x_BTD, context)

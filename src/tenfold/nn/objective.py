@@ -57,6 +57,7 @@ def masked_example(batch_BS: Tensor, config: ModelConfig, seed: int | str, first
 
     In every sequence round(mask_share x T) places, at least one, are predicted. Of these 80% read the mask token, 10% a
     token drawn from the whole vocabulary, 10% stay. Which and what is a function of (seed, sample index, position).
+    Where documents are masked their ends, which show where they lie, are neither hidden nor drawn.
     """
     assert config.vocab_size is not None
     assert config.mask_token is not None
@@ -64,6 +65,8 @@ def masked_example(batch_BS: Tensor, config: ModelConfig, seed: int | str, first
     batch, positions = tokens_BT.shape
     count = max(1, round(config.mask_share * positions))
     random = _random_words(seed, first_sample, batch, positions)
+    if config.document_end is not None:
+        random[0][(tokens_BT == config.document_end).cpu().numpy()] = np.iinfo(np.uint64).max
     places_BP = np.sort(np.argsort(random[0], axis=1, kind="stable")[:, :count], axis=1)
     kind_BP, draw_BP = (np.take_along_axis(words, places_BP, axis=1) for words in random[1:])
     # The upper half of a word, as a fraction of 2^32: a share of it, or a token.
@@ -74,6 +77,9 @@ def masked_example(batch_BS: Tensor, config: ModelConfig, seed: int | str, first
     )
     targets = tokens_BT.gather(1, places)
     tenth = 2**32 // 10
+    if config.document_end is not None:
+        drawn = drawn.where(drawn != config.document_end, config.mask_token)
+        kind = kind.where(targets != config.document_end, 9 * tenth)
     read = targets.where(kind >= 9 * tenth, drawn).where(kind >= 8 * tenth, config.mask_token)
     return Example(tokens_BT.scatter(1, places, read), targets, places)
 

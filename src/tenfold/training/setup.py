@@ -31,10 +31,17 @@ from tenfold.training.stages import Stage
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def resolve(config: RunConfig, vocab_size: int, device: torch.device, tokenizer_mask: int | None = None) -> RunConfig:
+def resolve(
+    config: RunConfig,
+    vocab_size: int,
+    device: torch.device,
+    tokenizer_mask: int | None = None,
+    end_of_text: int | None = None,
+) -> RunConfig:
     """The configuration with everything decided that was left open: vocabulary, mask, positions, precision, paths.
 
-    `vocab_size` and `tokenizer_mask` (the id of its mask token, if it has one) are the tokenizer's. Raises TenfoldError
+    `vocab_size`, `tokenizer_mask` (the id of its mask token, if it has one) and `end_of_text` (needed where documents
+    are masked) are the tokenizer's. Raises TenfoldError
     when the tokens do not fit the model's vocabulary.
     """
     model, data = with_vocabulary(config.model, vocab_size, tokenizer_mask), config.data
@@ -43,13 +50,19 @@ def resolve(config: RunConfig, vocab_size: int, device: torch.device, tokenizer_
         paths["path"] = str(Path(data.path).absolute())
     if data.tokenizer is not None:
         paths["tokenizer"] = str(Path(data.tokenizer).absolute())
+    assert end_of_text is not None or not data.document_mask
     precision = config.training.precision
     if precision == "auto":
         faster = matrix_rate(device, torch.bfloat16) > matrix_rate(device, torch.float32)
         precision = "bf16" if faster else "fp32"
     return config.model_copy(
         update={
-            "model": model.model_copy(update={"max_positions": model.max_positions or data.sequence_length}),
+            "model": model.model_copy(
+                update={
+                    "max_positions": model.max_positions or data.sequence_length,
+                    "document_end": end_of_text if data.document_mask else None,
+                }
+            ),
             "data": data.model_copy(update=paths),
             "training": config.training.model_copy(update={"precision": precision}),
         }
