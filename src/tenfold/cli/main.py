@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "pretrain a model from a run file",
     "generate": "let a trained model write",
     "report": "make one HTML page of a run",
+    "doctor": "tell what this machine is, and what will hurt",
 }
 
 USAGE = """usage: tenfold COMMAND ...

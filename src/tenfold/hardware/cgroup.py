@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -38,6 +39,21 @@ def memory_limit(root: Path = ROOT) -> int | None:
             text = read_text(folder / name).strip()
             if text.isdigit():  # v2 writes "max" for no limit
                 found.append(int(text))
+    return min(found, default=None)
+
+
+def memory_room(root: Path = ROOT) -> int | None:
+    """Bytes that the groups' limits leave; pages of files, which the kernel gives up when asked, count as free."""
+    found = []
+    for folder in group_folders("memory", root):
+        for limit, usage, file_pages in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            most, used = (read_text(folder / name).strip() for name in (limit, usage))
+            if most.isdigit() and used.isdigit():
+                given_up = re.search(rf"^{file_pages} (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
+                found.append(max(0, int(most) - int(used) + (int(given_up[1]) if given_up else 0)))
     return min(found, default=None)
 
 

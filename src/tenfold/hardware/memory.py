@@ -18,7 +18,7 @@ def memory_limit_bytes(root: Path = ROOT) -> int:
 
     `root` is where the file tree with /proc and /sys starts.
     """
-    machine = _kibibytes(root / "proc/meminfo", "MemTotal")
+    machine = kibibytes(root / "proc/meminfo", "MemTotal")
     if machine is None:
         machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     group = memory_limit(root)
@@ -29,7 +29,7 @@ def memory_used_bytes(device: torch.device) -> int:
     """Bytes in use. CPU: resident set of this process now. CUDA: the most that tensors have held so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    resident = _kibibytes(ROOT / "proc/self/status", "VmRSS")
+    resident = kibibytes(ROOT / "proc/self/status", "VmRSS")
     return resident if resident is not None else peak_memory_bytes(device)
 
 
@@ -38,13 +38,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # ru_maxrss outlives exec, so a small process started by a large one would show the large one's.
-    peak = _kibibytes(ROOT / "proc/self/status", "VmHWM")
+    peak = kibibytes(ROOT / "proc/self/status", "VmHWM")
     if peak is not None:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _kibibytes(path: Path, key: str) -> int | None:
+def kibibytes(path: Path, key: str) -> int | None:
+    """The bytes of an entry such as "MemTotal: 16 kB", if the file has it."""
     match = re.search(rf"^{key}:\s+(\d+) kB", read_text(path), re.MULTILINE)
     return int(match[1]) * 1024 if match else None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from tenfold.config.model import ModelConfig
 from tenfold.config.run import RunConfig
 from tenfold.data.shards import TokenData
 from tenfold.errors import TenfoldError
+from tenfold.hardware.compiler import missing_for_compile
 from tenfold.hardware.device import matrix_rate
 from tenfold.hardware.memory import memory_limit_bytes
 from tenfold.nn.counting import count
@@ -121,12 +119,7 @@ def check_compiler(device: torch.device) -> None:
     """What torch.compile needs on a CPU is there, or a TenfoldError before the first step."""
     if device.type != "cpu":
         return
-    missing = []
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++") if name):
-        missing.append("a C++ compiler (g++)")
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        missing.append("Python's headers (python3-dev)")
-    if missing:
+    if missing := missing_for_compile():
         raise TenfoldError(f"training.compile = true needs {' and '.join(missing)}; install it, or set it to false")
 
 
