@@ -2,9 +2,11 @@
 
 Trains one small model on Python's own library, never sharing and sharing for the first part of the run, with each
 choice of `moments`, over several seeds, all for the same tokens. Prints held-out loss at the end (mean and standard
-deviation over seeds), loss right after delinking and some steps later, and training seconds.
+deviation over seeds), loss right after delinking and some steps later, and training seconds. With `--objective masked`
+the model is an encoder, and its accuracy on masked tokens is printed besides.
 
     python benchmarks/delinking.py [--seeds 3] [--tokens 300000] [--share 0.25] [--sharing all]
+        [--moments copy rescale reset] [--objective next-token]
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from tenfold.training.run import Run
 from tenfold.training.setup import resolve
 
 
-def configuration(seed: int, tokens: int, share: float, sharing: Any, moments: str | None) -> RunConfig:
+def configuration(seed: int, tokens: int, share: float, sharing: Any, moments: str | None, objective: str) -> RunConfig:
     """The run of one seed; `moments` None never shares."""
     real: dict[str, Any] = {"name": "real", "sharing": "none"}
     stages = [real]
@@ -35,6 +37,7 @@ def configuration(seed: int, tokens: int, share: float, sharing: Any, moments: s
         stages = [{"name": "pseudo", "sharing": sharing, "until": {"share": share}}, {**real, "moments": moments}]
     raw = {
         "model": {
+            "objective": objective,
             "layers": 6,
             "hidden": 128,
             "heads": 4,
@@ -64,14 +67,17 @@ def measure(config: RunConfig) -> dict[str, float]:
     """Train and return held-out losses and seconds."""
     device = torch.device("cpu")
     data = ensure_prepared(config.data)
-    config = resolve(config, data.vocab_size, device)
+    config = resolve(config, data.vocab_size, device, data.mask_token())
     events: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         Run(config, data, Path(folder), device, events.append, print).run()
     losses = {event["step"]: event["validation_loss"] for event in events if event["event"] == "validation"}
     end = next(event for event in events if event["event"] == "end")
     found = {"final": end["stages"][-1]["validation_loss"], "seconds": sum(stage["seconds"] for stage in end["stages"])}
+    found["unigram"] = end["unigram_loss"]
     for event in events:
+        if "masked_accuracy" in event:
+            found["accuracy"] = event["masked_accuracy"]  # the last one stays
         if event["event"] == "delink":
             assert event["logits_equal"]
             at = event["step"]
@@ -88,13 +94,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--share", type=float, default=0.25)
     parser.add_argument("--sharing", type=parse_sharing, default="all")
+    parser.add_argument("--moments", nargs="+", default=["copy", "rescale", "reset"])
+    parser.add_argument("--objective", default="next-token")
     arguments = parser.parse_args()
     table = Table("run", "final loss", "difference to never", "loss change after delinking", "seconds", box=None)
+    masked = arguments.objective == "masked"
+    if masked:
+        table.add_column("masked tokens right")
     console, never = Console(), []
-    for moments in (None, "copy", "rescale", "reset"):
+    for moments in (None, *arguments.moments):
         found = []
         for seed in range(1, arguments.seeds + 1):
-            config = configuration(seed, arguments.tokens, arguments.share, arguments.sharing, moments)
+            how = (arguments.tokens, arguments.share, arguments.sharing, moments, arguments.objective)
+            config = configuration(seed, *how)
             found.append(measure(config))
             console.print(f"{moments or 'never shared'}, seed {seed}: {found[-1]}")
         finals = [each["final"] for each in found]
@@ -105,8 +117,10 @@ def main() -> None:
             _spread([mine - theirs for mine, theirs in zip(finals, never, strict=True)]),
             _spread([each["after"] for each in found]) if moments else "",
             _spread([each["seconds"] for each in found], 0),
+            *([_spread([each["accuracy"] for each in found])] if masked else []),
         )
     console.print(table)
+    console.print(f"a unigram model: {_spread([each['unigram'] for each in found])}")
 
 
 def _spread(values: list[float], digits: int = 3) -> str:
