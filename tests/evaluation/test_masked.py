@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from tenfold.config.run import PrepareConfig
 from tenfold.data.prepare import prepare
 from tenfold.data.sampling import PackedSequences
+from tenfold.errors import TenfoldError
+from tenfold.evaluation.generation import generate
 from tenfold.evaluation.loss import held_out_loss
 from tenfold.evaluation.masked import fill_masks, masked_loss, masked_unigram_loss
 from tenfold.nn.decoder import Decoder
@@ -70,3 +72,8 @@ def test_masks_are_filled_with_the_likeliest_tokens(tiny_decoder: Callable[..., 
     for place, fill in zip((1, 4), fills, strict=True):
         assert [token for token, _ in fill] == probabilities[place].topk(3).indices.tolist()
         assert [p for _, p in fill] == pytest.approx(probabilities[place].topk(3).values.tolist())
+
+
+def test_an_encoder_is_not_asked_to_write(tiny_decoder: Callable[..., Decoder]) -> None:
+    with pytest.raises(TenfoldError, match="is an encoder"):
+        list(generate(tiny_decoder(**MASKED), [1, 2], 3))

@@ -144,3 +144,25 @@ def test_a_tokenizers_own_mask_token_is_taken(
     model = load_model(tmp_path / "run", None, torch.device("cpu"))
     assert model.config.mask_token == tokenizer.token_to_id("[MASK]")
     assert model.vocab_size == tokenizer.get_vocab_size()
+
+
+def test_generate_fills_masks_and_says_so_where_there_are_none(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", str(run_file(model=ENCODER)), "--out", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(out), "--prompt", "abc [MASK] de[MASK]", "--top-k", "3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [len(fill) for fill in told["fills"]] == [3, 3]
+    shares = [each["probability"] for each in told["fills"][0]]
+    assert 1 >= shares[0] >= shares[1] >= shares[2] > 0
+    assert main(["generate", str(out), "--prompt", "abc [MASK] de"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "abc [MASK] de"
+    assert shown[1].startswith("  mask 1: ")
+    assert shown[1].count("%") == 5
+    assert main(["generate", str(out), "--prompt", "abc"]) == 2
+    assert "is an encoder" in capsys.readouterr().err
+    assert main(["generate", str(out), "--prompt", "abc [MASK] " * 40]) == 2
+    assert "the model sees 32" in capsys.readouterr().err

@@ -13,16 +13,20 @@ import tyro
 from tenfold.errors import TenfoldError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from tenfold.evaluation.text import WrittenText
+    from tenfold.nn.decoder import Decoder
 
 DESCRIPTION = """Write text with a model out of a run directory, Pseudo or Real: one prompt as the tokens are chosen,
-several side by side, each in its turn when it is whole.
+several side by side, each in its turn when it is whole. An encoder fills in each [MASK] of its prompts instead.
 
 Examples:
   tenfold generate runs/demo --prompt "def read(self):"
   tenfold generate runs/demo --prompt "import " --prompt "class A" --temperature 0 --stop "\\n\\n"
   tenfold generate runs/demo --prompts prompts.jsonl --json > written.jsonl
-  tenfold generate runs/demo --checkpoint 300 --top-p 0.9"""
+  tenfold generate runs/demo --checkpoint 300 --top-p 0.9
+  tenfold generate runs/encoder --prompt "for i in [MASK](len(names)):""""
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,10 @@ def main(argv: list[str]) -> int:
     from tenfold.training.setup import load_model
 
     model = load_model(arguments.run, arguments.checkpoint, pick_device(arguments.device)).eval()
-    if model.config.objective == "masked":
-        raise TenfoldError(
-            f"{arguments.run} trains an encoder (model.objective = masked): it fills in, and cannot write"
-        )
     tokenizer = load_tokenizer(arguments.run / "tokenizer.json")
     end = end_of_text(tokenizer, arguments.run / "tokenizer.json")
+    if model.config.objective == "masked":
+        return _fill(model, tokenizer, end, prompts, arguments)
     encoded = [[end, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
     for number, tokens in enumerate(encoded, start=1):
         if len(tokens) > model.max_positions:
@@ -117,6 +119,27 @@ def main(argv: list[str]) -> int:
         return 0
     for number in range(printed, len(prompts)):
         _print(prompts[number], texts[number], number, arguments)
+    return 0
+
+
+def _fill(model: Decoder, tokenizer: Tokenizer, end: int, prompts: list[str], arguments: GenerateArguments) -> int:
+    """An encoder's way: the likeliest tokens for each [MASK] of each prompt, --top-k of them or five."""
+    from tenfold.evaluation.masked import encode_masked, fill_masks
+
+    assert model.config.mask_token is not None
+    encoded = [[end, *encode_masked(tokenizer, prompt, model.config.mask_token)] for prompt in prompts]
+    for prompt, tokens in zip(prompts, encoded, strict=True):
+        fills = [
+            [{"token": token, "text": tokenizer.decode([token]), "probability": share} for token, share in fill]
+            for fill in fill_masks(model, tokens, arguments.top_k or 5)
+        ]
+        if arguments.json:
+            print(json.dumps({"prompt": prompt, "fills": fills}, ensure_ascii=False), flush=True)
+            continue
+        print(prompt)
+        for number, fill in enumerate(fills, start=1):
+            shown = ", ".join(f"{each['text']!r} {each['probability']:.1%}" for each in fill)
+            print(f"  mask {number}: {shown}", flush=True)
     return 0
 
 

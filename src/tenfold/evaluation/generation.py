@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tenfold.errors import TenfoldError
 from tenfold.evaluation.inference import inference
 from tenfold.nn.cache import KeyValueCache
 from tenfold.nn.decoder import Decoder
@@ -61,6 +62,8 @@ def generate_batch(
     What is drawn for a prompt follows from `seed` and the prompt (and how many equal ones stand before it): the others
     in the batch change nothing. `cached` False computes everything anew for each token: the slow way, to check by.
     """
+    if model.config.objective == "masked":
+        raise TenfoldError("the model is an encoder (model.objective = masked): it cannot write; see fill_masks")
     streams = _streams(prompts, seed)
     for first in range(0, len(prompts), batch_size):
         numbers = range(first, min(first + batch_size, len(prompts)))

@@ -7,9 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
 from tenfold.config.model import ModelConfig
 from tenfold.data.sampling import PackedSequences
+from tenfold.errors import TenfoldError
+from tenfold.evaluation.inference import inference
 from tenfold.evaluation.ngram import COUNTED_AT_MOST
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.objective import HELD_OUT, at_places, make_example
@@ -22,7 +25,10 @@ class MaskedLoss(NamedTuple):
     accuracy: float
 
 
-@torch.no_grad()
+MASK = "[MASK]"
+"""How a person writes a masked token, whatever the tokenizer calls it."""
+
+
 def masked_loss(model: Decoder, sequences: PackedSequences, limit: int, batch_size: int, chunk: int) -> MaskedLoss:
     """Over the masked tokens of the first `limit` sequences (or all); their masks are the same in every run."""
     count = min(limit, len(sequences))
@@ -31,12 +37,13 @@ def masked_loss(model: Decoder, sequences: PackedSequences, limit: int, batch_si
     for first in range(0, count, batch_size):
         batch = torch.from_numpy(sequences.batch(first, min(batch_size, count - first))).to(device)
         example = make_example(batch, model.config, HELD_OUT, first)
-        hidden_ND = at_places(model(example.inputs)[0], example).flatten(0, 1)
         targets_N = example.targets.flatten()
-        for rows, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
-            logits = model.logits(rows)
-            loss += F.cross_entropy(logits, targets, reduction="sum").item()
-            right += int((logits.argmax(-1) == targets).sum())
+        with inference(model):
+            hidden_ND = at_places(model(example.inputs)[0], example).flatten(0, 1)
+            for rows, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True):
+                logits = model.logits(rows)
+                loss += F.cross_entropy(logits, targets, reduction="sum").item()
+                right += int((logits.argmax(-1) == targets).sum())
         tokens += targets_N.numel()
     return MaskedLoss(loss / tokens, right / tokens)
 
@@ -60,12 +67,29 @@ def masked_unigram_loss(
     return float(-np.log((counts[targets] + 1) / (counted + config.vocab_size)).mean()), counted
 
 
-@torch.no_grad()
+def encode_masked(tokenizer: Tokenizer, text: str, mask_token: int) -> list[int]:
+    """The tokens of a text in which [MASK] stands for masked tokens; a TenfoldError where there is none."""
+    pieces = text.split(MASK)
+    if len(pieces) == 1:
+        raise TenfoldError(
+            f"the model is an encoder (model.objective = masked): it fills in, and cannot write on. Put {MASK} into "
+            f'the prompt: --prompt "the {MASK} of"'
+        )
+    tokens: list[int] = []
+    for number, piece in enumerate(pieces):
+        tokens += [mask_token] * (number > 0)
+        tokens += tokenizer.encode(piece, add_special_tokens=False).ids
+    return tokens
+
+
 def fill_masks(model: Decoder, tokens: list[int], top: int) -> list[list[tuple[int, float]]]:
     """For every mask token in `tokens` the `top` likeliest ids with their probabilities, likeliest first."""
+    if len(tokens) > model.max_positions:
+        raise TenfoldError(f"the prompt has {len(tokens):,} tokens, and the model sees {model.max_positions:,}")
     given = torch.tensor([tokens], device=model.embedding.weight.device)
-    hidden, _ = model(given)
-    likely = model.logits(hidden[given == model.config.mask_token]).softmax(-1).topk(min(top, model.vocab_size))
+    with inference(model):
+        hidden, _ = model(given)
+        likely = model.logits(hidden[given == model.config.mask_token]).softmax(-1).topk(min(top, model.vocab_size))
     return [
         list(zip(ids, probabilities, strict=True))
         for ids, probabilities in zip(likely.indices.tolist(), likely.values.tolist(), strict=True)
