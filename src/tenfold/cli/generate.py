@@ -26,7 +26,7 @@ Examples:
   tenfold generate runs/demo --prompt "import " --prompt "class A" --temperature 0 --stop "\\n\\n"
   tenfold generate runs/demo --prompts prompts.jsonl --json > written.jsonl
   tenfold generate runs/demo --checkpoint 300 --top-p 0.9
-  tenfold generate runs/encoder --prompt "for i in [MASK](len(names)):""""
+  tenfold generate runs/encoder --prompt "for i in [MASK](len(names)):" --top-k 5"""
 
 
 @dataclass(frozen=True)
