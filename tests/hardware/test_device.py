@@ -6,12 +6,13 @@ import json
 import math
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from tenfold.errors import TenfoldError
-from tenfold.hardware.device import describe_machine, matrix_rate, pick_device
+from tenfold.hardware.device import describe_machine, has_bf16_unit, matrix_rate, pick_device
 
 
 def test_auto_takes_the_cpu_where_there_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +62,19 @@ def test_a_cuda_device_is_described_and_measured() -> None:
     device = pick_device("cuda")
     assert describe_machine(device)["accelerators"]
     assert matrix_rate(device, torch.bfloat16) > 1e11
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags\t: fma avx2", False),
+        ("flags\t: avx2 avx512f", False),
+        ("flags\t: avx512f avx512_bf16", True),
+        ("flags\t: amx_bf16", True),
+        ("Features\t: asimd bf16", True),
+    ],
+)
+def test_a_bf16_unit_is_told_by_the_processors_flags(tmp_path: Path, flags: str, expected: bool) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(flags + "\n")
+    assert has_bf16_unit(tmp_path) is expected

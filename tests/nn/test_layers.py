@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from tenfold.nn.attention import Context
 from tenfold.nn.decoder import Block
@@ -93,3 +95,29 @@ def test_swiglu_feed_forward_is_silu_of_the_gate_times_up(tiny_config, randomize
     inner = torch.tensor([g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)], dtype=torch.float64)
     torch.testing.assert_close(module(x), module.down.weight @ inner)
     assert module.up.bias is None
+
+
+@pytest.mark.parametrize("rows", [(3,), (2, 3), (1, 2, 3)])
+def test_rmsnorm_and_its_gradients_equal_torchs(tiny_config, randomize, sample, rows):
+    norm = randomize(Norm(tiny_config(norm="rmsnorm", norm_eps=0.1), 5))
+    x, grad = sample(*rows, 5).requires_grad_(), sample(*rows, 5, seed=2)
+    ours = torch.autograd.grad(norm(x), (x, norm.weight), grad)
+    theirs = torch.autograd.grad(F.rms_norm(x, (5,), norm.weight, 0.1), (x, norm.weight), grad)
+    torch.testing.assert_close(ours, theirs)
+    assert torch.autograd.gradcheck(lambda x, w: functional_call(norm, {"weight": w}, x), (x, norm.weight))
+
+
+def test_rmsnorm_of_bf16_is_computed_in_fp32_and_rounded_once(tiny_config, sample):
+    norm = Norm(tiny_config(norm="rmsnorm"), 64)
+    norm.weight.data = sample(64, dtype=torch.float32)
+    x = sample(4, 64, seed=2, dtype=torch.float32).bfloat16().requires_grad_()
+    assert torch.equal(norm(x), norm(x.float()).bfloat16())
+    norm(x).sum().backward()
+    assert (x.grad.dtype, norm.weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_rmsnorm_keeps_its_input_and_one_number_a_row(tiny_config, sample):
+    norm, x, kept = Norm(tiny_config(norm="rmsnorm"), 64), sample(8, 64, dtype=torch.float32).requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        norm(x)
+    assert sum(t.numel() for t in kept) == 8 * 64 + 64 + 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import platform
 import re
@@ -52,6 +53,15 @@ def processor(root: Path = ROOT) -> tuple[str, str]:
     have = set(flags[1].split()) if flags else set()
     features = ", ".join(shown for flag, shown in _FEATURES.items() if flag in have)
     return (name[1].strip() if name else platform.processor() or platform.machine()), features
+
+
+@functools.cache
+def has_bf16_unit(root: Path = ROOT) -> bool:
+    """Whether the processor multiplies bf16 matrices itself (AMX, AVX-512 bf16, Arm bf16).
+
+    Told by its flags and not by a measurement, so that a run computes the same whenever it is repeated.
+    """
+    return "bf16" in processor(root)[1]
 
 
 def describe_machine(device: torch.device, root: Path = ROOT) -> dict[str, str | int | float]:

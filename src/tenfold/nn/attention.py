@@ -15,6 +15,7 @@ from tenfold.config.model import ModelConfig
 from tenfold.nn.cache import LayerCache
 from tenfold.nn.documents import attend_within
 from tenfold.nn.layers import Linear, Norm
+from tenfold.nn.products import product_dtype
 
 
 class Context(NamedTuple):
@@ -82,7 +83,9 @@ def attend(q_BHTW: Tensor, k_BKSW: Tensor, v_BKSW: Tensor, context: Context) -> 
 
     There may be more keys than queries, S > T: those of positions before (see `nn.cache`).
     """
-    grouped = q_BHTW.shape[1] != k_BKSW.shape[1]
+    dtype, grouped = product_dtype(q_BHTW), q_BHTW.shape[1] != k_BKSW.shape[1]
+    if dtype != q_BHTW.dtype:
+        return attend(q_BHTW.to(dtype), k_BKSW.to(dtype), v_BKSW.to(dtype), context).to(q_BHTW.dtype)
     if context.document_starts is not None:
         if grouped:
             group = q_BHTW.shape[1] // k_BKSW.shape[1]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tenfold.nn.products import product_dtype
+
 IGNORE = -100
 
 
@@ -24,7 +26,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         bias_V: Tensor | None,
     ) -> Tensor:
-        weight = weight_VD.to(hidden_ND.dtype)
+        dtype = product_dtype(hidden_ND)
+        weight = weight_VD.to(hidden_ND.dtype).to(dtype)
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
@@ -32,22 +35,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD) if train else None
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V)
         for start in range(0, len(hidden_ND), chunk):
-            hidden, targets = hidden_ND[start : start + chunk], targets_N[start : start + chunk]
+            hidden, targets = hidden_ND[start : start + chunk].to(dtype), targets_N[start : start + chunk]
             logits = (hidden @ weight.t()).to(wide)
             if bias_V is not None:
                 logits += bias_V
             logits[:, vocab_size:] = -torch.inf
-            valid = targets != IGNORE
-            safe = targets.where(valid, 0)[:, None]
-            log_total = logits.logsumexp(-1, keepdim=True)
-            total += ((log_total - logits.gather(1, safe))[:, 0] * valid).sum()
+            valid = (targets != IGNORE)[:, None]
+            safe = targets[:, None].where(valid, 0)
+            # One exponential serves the loss and, divided by its sum, the gradient; all in the memory of the logits.
+            chosen, largest = logits.gather(1, safe), logits.amax(-1, keepdim=True)
+            powers = logits.sub_(largest).exp_()
+            sums = powers.sum(-1, keepdim=True)
+            total += ((sums.log() + largest - chosen) * valid).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
-            grad = logits.sub_(log_total).exp_()
-            grad.scatter_add_(1, safe, grad.new_full((len(safe), 1), -1.0))
-            grad = grad.mul_(valid[:, None]).to(hidden.dtype)
+            grad = powers.mul_(valid / sums).scatter_add_(1, safe, -valid.to(wide)).to(dtype)
             grad_hidden[start : start + chunk] = grad @ weight
-            grad_weight += grad.t() @ hidden
+            if grad_weight.dtype == dtype:
+                grad_weight.addmm_(grad.t(), hidden)
+            else:
+                grad_weight += grad.t() @ hidden
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
