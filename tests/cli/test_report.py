@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,32 @@ def test_out_says_where_to_write(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([str(run), "--out", str(run / "there.html")]) == 0
     assert capsys.readouterr().out.strip() == str(run / "there.html")
     assert not (run / "report.html").exists()
+
+
+def test_several_runs_make_a_comparison_where_the_command_is_given(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, here = tmp_path / "other", tmp_path / "here"
+    for folder in (other, here):
+        folder.mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        shutil.copy(run / name, other / name)
+    monkeypatch.chdir(here)
+    assert main([str(run), str(other), "--images", "figures"]) == 0
+    assert capsys.readouterr().out.strip() == "comparison.html"
+    assert (here / "comparison.html").read_text().startswith("<!DOCTYPE html>")
+    assert (here / "figures" / "loss-tokens.png").is_file()
+
+
+@pytest.mark.parametrize(("given", "says"), [([], "needs a run directory"), (["a", "b", "./a"], "a is given twice")])
+def test_what_cannot_be_compared_is_told(given: list[str], says: str) -> None:
+    with pytest.raises(TenfoldError, match=says):
+        main(given)
+
+
+def test_images_that_cannot_be_written_are_told(run: Path) -> None:
+    with pytest.raises(TenfoldError, match="cannot write the images"):
+        main([str(run), "--images", str(run / "config.toml")])
 
 
 def test_no_run_there_is_for_the_dispatcher_to_tell(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-LAYERS, EXPERTS, TOKENS_A_STEP = 6, 8, 16_384
+LAYERS, EXPERTS, TOKENS_A_STEP, WATTS = 6, 8, 16_384, 65.0
 STAGES = [
     {
         "name": "pseudo",
@@ -100,6 +100,7 @@ def example_events(log_every: int = 5) -> list[dict[str, Any]]:
             "stage": "pseudo" if pseudo else "real",
             "tokens": step * TOKENS_A_STEP,
             "seconds": seconds,
+            "joules": WATTS * seconds,
         }
         if step % log_every == 0 or step == 1:
             events.append({"event": "step", **where, **_measured(step, loss, rate, noise)})
@@ -107,13 +108,30 @@ def example_events(log_every: int = 5) -> list[dict[str, Any]]:
             events.append(
                 {"event": "validation", **where, "validation_loss": loss + 0.06, "bits_per_byte": (loss + 0.06) / 2.4}
             )
+            events.append({"event": "sample", **where, "text": f"def step_{step}(self):\n    return '<{step}>'\n"})
+            events.append({"event": "similarity", **where, **_similar(step)})
+            for name, task, values in (
+                ("held-out", "loss", {"perplexity": math.exp(loss), "bits_per_byte": loss / 2.4}),
+                ("stories", "cloze", {"accuracy": step / 2000, "words": 120}),
+            ):
+                events.append({"event": "evaluation", **where, "name": name, "task": task, "values": values})
         if step == 240:
             events.append(DELINK)
+            events.append({"event": "similarity", **where, "stage": "real", **_similar(step)})
         if step == 400:
             events.append({"event": "stop", "step": 400, "reason": "interrupted (Ctrl-C)"})
-            events.append({"event": "resume", "step": 400, "seconds": seconds})
+            events.append({"event": "note", "step": 395, "text": "step-00000400: weights.safetensors is damaged"})
+            resume = {"event": "resume", "step": 395, "seconds": seconds, "reached": 400, "idle_seconds": 7200.0}
+            events.append(resume)
     events.append(_end(seconds, events))
     return events
+
+
+def _similar(step: int) -> dict[str, Any]:
+    """Layers that share until step 240, and then drift apart, the further the further they are from each other."""
+    moved = max(step - 240, 0) / 1800
+    grid = [[round(1 - moved * abs(one - other), 4) for other in range(LAYERS)] for one in range(LAYERS)]
+    return {"layers": list(range(LAYERS)), "attention": grid, "ffn": [[value**2 for value in row] for row in grid]}
 
 
 def _measured(step: int, loss: float, rate: float, noise: random.Random) -> dict[str, Any]:
@@ -131,6 +149,11 @@ def _measured(step: int, loss: float, rate: float, noise: random.Random) -> dict
         "tokens_per_second": rate,
         "flops_share": rate * 48_234_496 / 412e9 / 2,
         "memory_bytes": int((1.05 if step <= 240 else 1.42) * 2**30 + 2**22 * noise.random()),
+        "joules_per_token": WATTS / rate,
+        "energy_source": "estimate",
+        "co2_kg": step * 1e-5,
+        "sequence_length": 512 if step <= 240 else 1024,
+        "mixture": {"web": 0.7, "code": 0.3} if step <= 240 else {"web": 0.5, "code": 0.5},
         "balance_loss": 1 + 0.3 * skew,
         "z_loss": 0.2 + 0.4 * math.exp(-step / 90),
         "dropped_share": 0.02 * skew,
@@ -152,6 +175,8 @@ def _end(seconds: float, events: list[dict[str, Any]]) -> dict[str, Any]:
                 "tokens_per_second": stage["tokens"] / spent,
                 "validation_loss": last["validation_loss"],
                 "seconds": spent,
+                "joules": WATTS * spent,
+                "joules_per_token": WATTS * spent / stage["tokens"],
             }
         )
     return {
@@ -159,6 +184,13 @@ def _end(seconds: float, events: list[dict[str, Any]]) -> dict[str, Any]:
         "step": 600,
         "tokens": 600 * TOKENS_A_STEP,
         "seconds": seconds,
+        "joules": WATTS * seconds,
+        "joules_per_token": WATTS * seconds / (600 * TOKENS_A_STEP),
+        "energy_source": "estimate",
+        "co2_kg": 600e-5,
+        "carbon_intensity": 380.0,
+        "pue": 1.2,
+        "carbon_stated_by": "energy.carbon_intensity",
         "stages": rows,
         "unigram_loss": 6.412,
         "bigram_loss": 4.318,
@@ -175,9 +207,17 @@ def write_run(run: Path, events: list[dict[str, Any]] | None = None, config: str
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def example() -> SimpleNamespace:
     """The made-up run: `events()` afresh, `write(run, events, config)`, its size and its parts."""
     return SimpleNamespace(
         events=example_events, write=write_run, stages=STAGES, delink=DELINK, total_tokens=600 * TOKENS_A_STEP
     )
+
+
+@pytest.fixture(autouse=True)
+def _without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take seconds; tests of what the page says besides do without, unless they are marked `report`."""
+    if request.node.get_closest_marker("report") is None:
+        monkeypatch.setattr("tenfold.reporting.plots.all_plots", lambda history: [])
+        monkeypatch.setattr("tenfold.reporting.overlays.comparison_plots", lambda runs: [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -36,11 +37,13 @@ def test_smoothing_passes_over_gaps() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 999])
-def test_picked_indices_are_few_different_and_end_with_the_last(count: int) -> None:
+def test_picked_indices_are_few_different_and_have_both_ends(count: int) -> None:
     picked = pick_evenly(count, 10)
     assert len(picked) == min(count, 10)
     assert picked == sorted(set(picked))
-    assert picked[-1] == count - 1
+    assert (picked[0], picked[-1]) == (0, count - 1)
+    gaps = {after - before for before, after in itertools.pairwise(picked)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 def test_a_figure_becomes_a_bare_svg_with_ids_of_its_own() -> None:

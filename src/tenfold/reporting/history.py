@@ -8,30 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from tenfold.errors import TenfoldError
-from tenfold.reporting.metrics import read_metrics
+from tenfold.reporting.reading import read_events
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class History:
-    """The events of one run by kind; steps, validations and delinkings stand once each and in order."""
+    """The events of one run by kind; what has a step stands once for each step, in order."""
 
     name: str
-    config: str
+    config: dict[str, Any]
+    config_text: str
     start: Event
     steps: list[Event]
     validations: list[Event]
     delinks: list[Event]
-    happenings: list[Event]  # resume, stop, delink and end, in the order of the file
+    similarities: list[Event]  # a step with a delinking has two, before and after it
+    samples: list[Event]
+    evaluations: list[Event]
+    troubles: list[Event]  # note, skip, stop, resume, error, in the order of the file
     end: Event | None
     latest: Event  # the last line of the file
 
     @classmethod
     def read(cls, run: Path) -> History:
         """The history in the run directory `run`; TenfoldError where there is nothing to tell yet."""
-        events = read_metrics(run)
-        config = _read_config(run / "config.toml")
+        events = read_events(run)
+        text = _read_config(run / "config.toml")
         steps = _once(events, "step")
         validations = _once(events, "validation")
         if not steps and not validations:
@@ -39,21 +43,27 @@ class History:
         start: Event = next((event for event in reversed(events) if event.get("event") == "start"), {})
         return cls(
             name=str(start.get("run") or run.resolve().name),
-            config=config,
+            config=tomllib.loads(text),
+            config_text=text,
             start=start,
             steps=steps,
             validations=validations,
             delinks=_once(events, "delink"),
-            happenings=[event for event in events if event.get("event") in ("resume", "stop", "delink", "end")],
+            similarities=_once(events, "similarity", "stage"),
+            samples=_once(events, "sample"),
+            evaluations=_once(events, "evaluation", "task", "name"),
+            troubles=[event for event in events if event.get("event") in ("note", "skip", "stop", "resume", "error")],
             end=next((event for event in reversed(events) if event.get("event") == "end"), None),
             latest=events[-1],
         )
 
     @property
     def status(self) -> str:
-        """finished, stopped, or not finished (still going, or cut off: the files cannot tell which)."""
+        """finished, stopped, failed, or not finished (still going, or cut off: the files cannot tell which)."""
         if self.end is not None:
             return "finished"
+        if self.latest.get("event") == "error":
+            return "failed"
         return f"stopped: {self.latest.get('reason', '')}" if self.latest.get("event") == "stop" else "not finished"
 
     @property
@@ -87,8 +97,25 @@ class History:
                 begin = max(marks)
         return spans
 
+    @property
+    def shared_pairs(self) -> list[tuple[int, int]]:
+        """Pairs of layers that shared a block before the first delinking; without one, all pairs."""
+        layers = self.similarities[-1]["layers"] if self.similarities else []
+        blocks = _blocks(self.delinks[0].get("pattern_from")) if self.delinks else {}
+        pairs = [(one, other) for one in layers for other in layers if one < other]
+        return [pair for pair in pairs if blocks.get(pair[0]) == blocks.get(pair[1])] or pairs
+
+    def similarity(self, kind: str) -> list[tuple[Event, list[float]]]:
+        """For each `similarity` event the cosines of `kind` ("attention", "ffn") of the `shared_pairs`."""
+        found = []
+        for event in self.similarities:
+            place = {layer: index for index, layer in enumerate(event["layers"])}
+            values = [event[kind][place[one]][place[other]] for one, other in self.shared_pairs]
+            found.append((event, [value for value in values if value is not None]))
+        return [(event, values) for event, values in found if values]
+
     def stage_rows(self) -> list[Event]:
-        """For each stage: name, sharing, stored and total parameters, tokens, seconds, rate, validation loss.
+        """For each stage: name, sharing, stored and total parameters, tokens, seconds, rate, validation loss, joules.
 
         They are the `end` event's where the run has one; before that they are read off the steps so far.
         """
@@ -96,26 +123,42 @@ class History:
         planned = {stage["name"]: stage for stage in self.start.get("stages") or []}
         tokens = {name: last - first for name, first, last in self.spans("tokens")}
         seconds = {name: last - first for name, first, last in self.spans("seconds")}
-        rows = []
+        rows, before = [], 0.0
         for name in self.stage_names:
             losses = [e.get("validation_loss") for e in self.validations if e.get("stage") == name]
             spent = seconds.get(name)
-            row = {
+            row: Event = {
                 "name": name,
                 "tokens": tokens.get(name),
                 "seconds": spent,
                 "tokens_per_second": tokens[name] / spent if spent else None,
                 "validation_loss": losses[-1] if losses else None,
             }
+            used = [event.get("joules") for event in self.steps if event.get("stage") == name]
+            if used and used[-1] is not None:
+                row["joules"] = used[-1] - before
+                row["joules_per_token"] = row["joules"] / row["tokens"] if row["tokens"] else None
+                before = used[-1]
             plan = {key: planned.get(name, {}).get(key) for key in ("sharing", "stored_parameters", "total_parameters")}
             rows.append({**plan, **row, **told.get(name, {})})
         return rows
 
 
-def _once(events: list[Event], kind: str) -> list[Event]:
-    """The events of one kind in order of steps; of two for the same step the later one counts."""
-    latest = {event["step"]: event for event in events if event.get("event") == kind and event.get("step") is not None}
-    return [latest[step] for step in sorted(latest)]
+def _once(events: list[Event], kind: str, *also: str) -> list[Event]:
+    """The events of one kind in order of steps; of two for the same step (and `also` the same) the later one counts."""
+    latest = {
+        (event["step"], *(event.get(key) for key in also)): event
+        for event in events
+        if event.get("event") == kind and event.get("step") is not None
+    }
+    return sorted(latest.values(), key=lambda event: event["step"])
+
+
+def _blocks(pattern: Any) -> dict[int, int]:
+    """Layer -> block, of a pattern as a `delink` event holds it."""
+    if isinstance(pattern, str):
+        pattern = [int(block) for block in pattern.strip("()").split(",") if block.strip().isdigit()]
+    return dict(enumerate(pattern or []))
 
 
 def _read_config(path: Path) -> str:

@@ -76,14 +76,24 @@ def load_imbalance(event: dict[str, Any]) -> list[float | None]:
     return result
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The events of a run, in order. A last line that was cut short (the run was killed, or writes now) is left out."""
+def metrics_file(run: Path) -> Path:
+    """The metrics of the run directory `run`, or a TenfoldError that says what is missing."""
     if not run.is_dir():
         raise TenfoldError(f"there is no run directory {run}")
     path = run / FILE
     if not path.is_file():
         raise TenfoldError(f"there is no {FILE} in {run}: it is no run directory, or its training never started")
-    return _parse(path)
+    return path
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The events of a run, in order. A last line that was cut short (the run was killed, or writes now) is left out."""
+    return _parse(metrics_file(run))
+
+
+def damaged(path: Path, number: int) -> TenfoldError:
+    """The error that line `number` of `path` cannot be read."""
+    return TenfoldError(f"{path}, line {number} is damaged (not a JSON object); mend it or take the line out")
 
 
 def _parse(path: Path) -> list[dict[str, Any]]:
@@ -99,7 +109,7 @@ def _parse(path: Path) -> list[dict[str, Any]]:
         if isinstance(event, dict):
             events.append(event)
         elif number < len(lines):
-            raise TenfoldError(f"{path}, line {number} is damaged (not a JSON object); mend it or take the line out")
+            raise damaged(path, number)
     return events
 
 

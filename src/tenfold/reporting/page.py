@@ -1,52 +1,51 @@
-"""The report's page: a run's history as one HTML text, everything from outside escaped."""
+"""The report of one run: its history as one HTML text."""
 
 from __future__ import annotations
 
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from tenfold import __version__
+from tenfold.reporting.axes import Plot
+from tenfold.reporting.elements import card, document, plot_sections, samples_table, table, wrongs
 from tenfold.reporting.format import (
     MISSING,
     format_bytes,
+    format_co2,
     format_count,
+    format_energy_source,
     format_flops,
+    format_joules,
     format_logits,
     format_number,
     format_pattern,
     format_seconds,
+    format_share,
 )
 from tenfold.reporting.history import Event, History
-from tenfold.reporting.style import CSS
+from tenfold.reporting.svg import pick_evenly
+
+_MOST_SAMPLES = 8
 
 
-def build_page(history: History, plots: Sequence[tuple[str, str, str]]) -> str:
-    """The whole page; `plots` are (title, explanation, SVG)."""
-    name = html.escape(history.name)
-    status = html.escape(history.status)
-    kind = "good" if history.status == "finished" else ""
+def build_page(history: History, plots: Sequence[tuple[str, Sequence[Plot]]]) -> str:
+    """The whole page; `plots` are the panels by section."""
+    kind = {"finished": "good", "failed": "bad"}.get(history.status, "")
     sections = [
         _facts(history),
         _verdict(history),
         "<h2>Stages</h2>" + _stages(history),
         _comparison(history),
-        "<h2>Course of training</h2>" + _figures(plots),
-        _sample(history),
+        *plot_sections(plots),
+        _evaluations(history),
+        _samples(history),
+        "<h2>What went wrong</h2>" + _wrongs(history),
         "<h2>What happened</h2>" + _happenings(history),
         "<h2>How it was run</h2>" + _details(history),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{name} – Tenfold report</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        f'<header><h1>{name}</h1><span class="status {kind}">{status}</span></header>\n'
-        + "\n".join(section for section in sections if section)
-        + f"\n<footer>Made by Tenfold {html.escape(__version__)} from the run's config.toml and metrics.jsonl.</footer>"
-        "\n</main>\n</body>\n</html>\n"
-    )
+    return document(history.name, history.status, kind, sections, "the run's config.toml and metrics.jsonl")
 
 
 def _facts(history: History) -> str:
@@ -74,11 +73,28 @@ def _facts(history: History) -> str:
     if memory:
         limit = (history.start.get("machine") or {}).get("memory_limit_bytes")
         facts.append(("Most memory", format_bytes(max(memory)), f"of {format_bytes(limit)} allowed" if limit else ""))
+    if last.get("joules") is not None:
+        source = format_energy_source(_latest(history, "energy_source"))
+        facts.append(("Energy", format_joules(last["joules"]), source))
+        if last.get("tokens"):
+            facts.append(("Energy a token", format_joules(last["joules"] / last["tokens"]), "mean over the run"))
+    co2 = _latest(history, "co2_kg")
+    if co2 is not None:
+        factor = (history.end or {}).get("carbon_intensity")
+        note = (
+            f"at {format_number(factor, '.4g')} g a kWh, {history.end['carbon_stated_by']}" if history.end else "so far"
+        )
+        facts.append(("CO2", format_co2(co2), note))
     boxes = (
         f"<div><dt>{html.escape(title)}</dt><dd>{html.escape(value)}<small>{html.escape(note)}</small></dd></div>"
         for title, value, note in facts
     )
     return f'<dl class="facts">{"".join(boxes)}</dl>'
+
+
+def _latest(history: History, key: str) -> Any:
+    """The newest value of `key`, of the end or else of a step."""
+    return next((event[key] for event in [history.end or {}, *reversed(history.steps)] if key in event), None)
 
 
 def _verdict(history: History) -> str:
@@ -97,6 +113,10 @@ def _verdict(history: History) -> str:
 
 def _stages(history: History) -> str:
     head = ["stage", "sharing", "stored", "of all", "tokens", "time", "tokens/s", "validation loss"]
+    stages = history.stage_rows()
+    metered = any(row.get("joules") is not None for row in stages)
+    if metered:
+        head += ["energy", "each token"]
     rows = [
         [
             row["name"],
@@ -107,10 +127,11 @@ def _stages(history: History) -> str:
             format_seconds(row.get("seconds")),
             format_count(row.get("tokens_per_second")),
             format_number(row.get("validation_loss"), ".4f"),
+            *((format_joules(row.get("joules")), format_joules(row.get("joules_per_token"))) if metered else ()),
         ]
-        for row in history.stage_rows()
+        for row in stages
     ]
-    return f'<div class="card scroll">{_table(head, rows)}</div>'
+    return card(table(head, rows))
 
 
 def _comparison(history: History) -> str:
@@ -128,48 +149,64 @@ def _comparison(history: History) -> str:
         [name, format_number(loss, ".4f"), format_count(math.exp(min(loss, 700.0))) if loss is not None else MISSING]
         for name, loss in entries
     ]
-    table = _table(["on held-out text", "loss", "perplexity"], rows)
-    return f'<h2>Against n-gram models</h2><div class="card scroll">{table}</div>'
+    return "<h2>Against n-gram models</h2>" + card(table(["on held-out text", "loss", "perplexity"], rows))
 
 
-def _figures(plots: Iterable[tuple[str, str, str]]) -> str:
-    figures = (
-        f'<figure><figcaption><h3>{html.escape(title)}</h3><p class="muted">{html.escape(text)}</p></figcaption>'
-        f"{svg}</figure>"
-        for title, text, svg in plots
-    )
-    return f'<div class="plots">{"".join(figures)}</div>'
-
-
-def _sample(history: History) -> str:
-    sample = (history.end or {}).get("sample")
-    if not sample:
+def _evaluations(history: History) -> str:
+    latest = {(event.get("task"), event.get("name")): event for event in history.evaluations}
+    rows = []
+    for event in latest.values():
+        values = (event.get("values") or {}).items()
+        told = [(key, value) for key, value in values if isinstance(value, int | float)]
+        where = [str(event.get("name", "")), str(event.get("task", "")), str(event["step"])]
+        rows += [[*where, key.replace("_", " "), _measure(key, value)] for key, value in told]
+    if not rows:
         return ""
-    text = html.escape(str(sample))
-    return f'<h2>The model writes</h2><div class="card"><pre class="sample">{text}</pre></div>'
+    return "<h2>Latest evaluations</h2>" + card(table(["text", "task", "step", "measure", "value"], rows, "text"))
+
+
+def _measure(key: str, value: float) -> str:
+    if isinstance(value, int):
+        return format_count(value)
+    return format_share(value) if key == "accuracy" else format_number(value, ".4g")
+
+
+def _samples(history: History) -> str:
+    samples = [event for event in history.samples if event.get("text")]
+    if samples:
+        chosen = [samples[index] for index in pick_evenly(len(samples), _MOST_SAMPLES)]
+        rows = [(f"step {event['step']}", str(event.get("stage", "")), str(event["text"])) for event in chosen]
+    elif (history.end or {}).get("sample"):
+        rows = [(f"step {history.last['step']}", "", str((history.end or {})["sample"]))]
+    else:
+        return ""
+    return "<h2>The model writes</h2>" + samples_table(rows)
+
+
+def _wrongs(history: History) -> str:
+    rows = wrongs(history)
+    if not rows:
+        return '<div class="card"><p class="good">Nothing went wrong.</p></div>'
+    return card(table(["step", "what", ""], rows, "text"))
 
 
 def _happenings(history: History) -> str:
-    rows = [[str(event.get("step", MISSING)), *_happening(event)] for event in history.happenings]
     start = history.start.get("stages") or []
-    rows.insert(0, ["0", "start", ", then ".join(str(stage.get("name")) for stage in start) or MISSING])
-    if history.end is None:
+    rows = [["0", "start", ", then ".join(str(stage.get("name")) for stage in start) or MISSING]]
+    for delink in history.delinks:
+        rows.append([str(delink["step"]), "delinked", _delinking(delink)])
+    if history.end is not None:
+        seconds = format_seconds(history.end.get("seconds"))
+        rows.append([str(history.end.get("step", MISSING)), "end", f"after {seconds} of training"])
+    else:
         rows.append([str(history.last["step"]), "last line", "there is no end yet: the run goes on, or was cut off"])
-    return f'<div class="card scroll">{_table(["step", "event", ""], rows, "text")}</div>'
+    return card(table(["step", "event", ""], rows, "text"))
 
 
-def _happening(event: Event) -> tuple[str, str]:
-    match event["event"]:
-        case "delink":
-            patterns = f"{format_pattern(event.get('pattern_from'))} → {format_pattern(event.get('pattern_to'))}"
-            names = f"{event.get('stage_from')} → {event.get('stage_to')}"
-            return "delink", f"{names}, {patterns}, moments: {event.get('moments')}, logits {format_logits(event)}"
-        case "resume":
-            return "resume", f"after {format_seconds(event.get('seconds'))} of training"
-        case "stop":
-            return "stop", str(event.get("reason", ""))
-        case _:
-            return "end", f"after {format_seconds(event.get('seconds'))} of training"
+def _delinking(event: Event) -> str:
+    patterns = f"{format_pattern(event.get('pattern_from'))} → {format_pattern(event.get('pattern_to'))}"
+    names = f"{event.get('stage_from')} → {event.get('stage_to')}"
+    return f"{names}, {patterns}, moments: {event.get('moments')}, logits {format_logits(event)}"
 
 
 def _details(history: History) -> str:
@@ -177,10 +214,11 @@ def _details(history: History) -> str:
     for title, values in (("Machine", history.start.get("machine")), ("Model", history.start.get("model"))):
         if values:
             rows = [[key.removesuffix("_bytes").replace("_", " "), _value(key, value)] for key, value in values.items()]
-            table = _table(None, rows, "text")
             is_open = " open" if title == "Machine" else ""
-            parts.append(f'<details class="card"{is_open}><summary>{title}</summary>{table}</details>')
-    config = html.escape(history.config)
+            parts.append(
+                f'<details class="card"{is_open}><summary>{title}</summary>{table(None, rows, "text")}</details>'
+            )
+    config = html.escape(history.config_text)
     parts.append(f'<details class="card"><summary>Configuration (config.toml)</summary><pre>{config}</pre></details>')
     return "".join(parts)
 
@@ -191,16 +229,3 @@ def _value(key: str, value: Any) -> str:
     if key == "matrix_rate":
         return f"{format_flops(value)}, measured"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool | None) else str(value)
-
-
-def _table(head: list[str] | None, rows: list[list[str]], kind: str = "") -> str:
-    """A table of escaped texts; the first cell of a row is its heading."""
-    titles = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in head or [])
-    top = f"<thead><tr>{titles}</tr></thead>" if head else ""
-    body = "".join(
-        f'<tr><th scope="row">{html.escape(first)}</th>'
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
-        + "</tr>"
-        for first, *rest in rows
-    )
-    return f'<table class="{kind}">{top}<tbody>{body}</tbody></table>'

@@ -22,13 +22,15 @@ p { margin: .2rem 0 .6rem; }
   color: var(--muted); }
 .good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; }
 .muted { color: var(--muted); font-size: .9rem; }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin: 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.6rem, 1fr)); gap: .7rem; margin: 0; }
 .facts div, figure, .card { background: var(--card); border: 1px solid var(--grid); border-radius: .6rem; }
 .facts div { padding: .7rem .9rem; }
 .facts dt { color: var(--muted); font-size: .85rem; }
-.facts dd { margin: 0; font-size: 1.45rem; font-weight: 600; font-variant-numeric: tabular-nums; line-height: 1.3; }
-.facts small { display: block; color: var(--muted); font-size: .8rem; font-weight: 400; }
+.facts dd { margin: 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; line-height: 1.3;
+  white-space: nowrap; }
+.facts small { display: block; white-space: normal; color: var(--muted); font-size: .8rem; font-weight: 400; }
 .card { padding: .8rem 1rem; margin-top: .7rem; }
+.card > p:last-child { margin-bottom: .2rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .4rem .7rem; border-bottom: 1px solid var(--grid); vertical-align: top; }
@@ -37,15 +39,31 @@ thead th { color: var(--muted); font-size: .85rem; font-weight: 500; }
 th:first-child, td:first-child, .text td, .text th { text-align: left; }
 tbody th { font-weight: 600; }
 td { white-space: nowrap; } .text td { white-space: normal; overflow-wrap: anywhere; }
+.text td:nth-child(2):not(:last-child) { white-space: nowrap; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: .9rem; }
 figure { margin: 0; padding: .8rem .9rem .6rem; min-width: 0; display: flex; flex-direction: column; }
 figure svg { display: block; width: 100%; height: auto; margin-top: auto; }
 figure svg text { font-family: inherit; }
 pre { margin: 0; overflow-x: auto; font: .85rem/1.5 ui-monospace, Consolas, "DejaVu Sans Mono", monospace; }
 .sample { white-space: pre-wrap; overflow-wrap: anywhere; }
+.views { border: 0; margin: auto 0 0; padding: 0; min-width: 0; }
+.views legend { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+.views input { position: absolute; opacity: 0; }
+.views label { display: inline-block; padding: .1rem .7rem; margin: 0 .3rem .4rem 0; font-size: .85rem;
+  border: 1px solid var(--grid); border-radius: 1rem; color: var(--muted); cursor: pointer; }
+.views input:checked + label { color: var(--ink); border-color: currentColor; font-weight: 600; }
+.views input:focus-visible + label { outline: 2px solid var(--training); }
+.view { display: none; }
+.views input:nth-of-type(1):checked ~ .view:nth-of-type(1), .views input:nth-of-type(2):checked ~ .view:nth-of-type(2),
+.views input:nth-of-type(3):checked ~ .view:nth-of-type(3) { display: block; }
+.samples { table-layout: fixed; }
+.samples th { width: 6rem; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
+.samples small { display: block; color: var(--muted); font-weight: 400; overflow-wrap: anywhere; }
 summary { cursor: pointer; font-weight: 600; }
 details > *:not(summary) { margin-top: .6rem; }
 footer { color: var(--muted); font-size: .85rem; margin-top: 2.5rem; }
-@media (max-width: 36rem) { th, td { padding: .35rem .4rem; font-size: .9rem; } .card { padding: .7rem; } }
+@media (max-width: 36rem) { th, td { padding: .35rem .4rem; font-size: .9rem; } .card { padding: .7rem; }
+  figure { padding: .7rem .5rem .4rem; } figcaption { padding: 0 .3rem; } .facts { gap: .5rem; }
+  .samples th { width: 4.5rem; } .sample { font-size: .75rem; } }
 @media print { body { background: none; } figure, .card { break-inside: avoid; } }
 """

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import html
 import io
-import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from tenfold.reporting.style import CSS
+
 # Matplotlib draws in these colours; each then becomes the CSS variable of that name, so a plot follows the theme.
-COLOURS = {
+_VARIABLES = {
     "ink": "#010203",
     "muted": "#020304",
     "grid": "#030405",
@@ -23,39 +27,65 @@ COLOURS = {
     "second": "#08090a",
     **{f"stage{index}": f"#1002{index:02x}" for index in range(6)},
 }
-RC: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: small, and sharp at every size
-    "svg.hashsalt": "tenfold",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "text.parse_math": False,  # a stage may be called what it likes
-    "text.color": COLOURS["ink"],
-    "axes.labelcolor": COLOURS["muted"],
-    "axes.edgecolor": COLOURS["grid"],
-    "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": COLOURS["grid"],
-    "grid.linewidth": 0.6,
-    "xtick.color": COLOURS["grid"],
-    "ytick.color": COLOURS["grid"],
-    "xtick.labelcolor": COLOURS["muted"],
-    "ytick.labelcolor": COLOURS["muted"],
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.4,
-}
+COLOURS = dict(_VARIABLES)  # what plots draw in
+
+
+@contextmanager
+def drawing(colours: dict[str, str] | None = None) -> Iterator[None]:
+    """Matplotlib as a report wants it: colours of the page's style sheet, or for a file of its own those given."""
+    COLOURS.update(colours or {})
+    try:
+        with rc_context(_settings()):
+            yield
+    finally:
+        COLOURS.update(_VARIABLES)
+
+
+def light_colours() -> dict[str, str]:
+    """The colours of the page's light theme, for files that stand alone."""
+    found = dict(re.findall(r"--(\w+): (#\w+)", CSS.split("@media")[0]))
+    return {name: found[name] for name in _VARIABLES}
+
+
+def _settings() -> dict[Any, Any]:
+    return {
+        "svg.fonttype": "none",  # text stays text: small, and sharp at every size
+        "svg.hashsalt": "tenfold",
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "text.parse_math": False,  # a stage may be called what it likes
+        "text.color": COLOURS["ink"],
+        "axes.labelcolor": COLOURS["muted"],
+        "axes.edgecolor": COLOURS["grid"],
+        "axes.grid": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "grid.color": COLOURS["grid"],
+        "grid.linewidth": 0.6,
+        "xtick.color": COLOURS["grid"],
+        "ytick.color": COLOURS["grid"],
+        "xtick.labelcolor": COLOURS["muted"],
+        "ytick.labelcolor": COLOURS["muted"],
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "lines.linewidth": 1.4,
+    }
 
 
 def to_svg(figure: Figure, prefix: str, title: str) -> str:
-    """`figure` as an `<svg>` element as wide as its place; ids get `prefix`, so that several fit on one page."""
+    """`figure` as an `<svg>` element as wide as its place; ids get `prefix`, so that several fit on one page.
+
+    `title` is what a screen reader says of it.
+    """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, dpi=160)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    # An image goes by its content, and the same one may stand twice; nothing refers to it.
+    text = re.sub(r'(<image\b[^>]*?)\sid="[^"]+"', r"\1", text)
     text = re.sub(r'\sid="([^"]+)"', rf' id="{prefix}-\1"', text)
     text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", text)
     text = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{prefix}-\1"', text)
@@ -63,10 +93,18 @@ def to_svg(figure: Figure, prefix: str, title: str) -> str:
     text = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", text)
     view = re.search(r'viewBox="[^"]+"', text)
     assert view is not None
-    text = re.sub(r"<svg[^>]*>", f'<svg {view[0]} role="img" aria-label="{title}">', text, count=1)
-    for name, colour in COLOURS.items():
+    head = f'<svg {view[0]} role="img" aria-label="{html.escape(title)}">'
+    text = re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
+    for name, colour in _VARIABLES.items():
         text = text.replace(colour, f"var(--{name})")
     return re.sub(r"\n\s*", "\n", text)
+
+
+def to_file(svg: str) -> str:
+    """What `to_svg` gave, drawn in `light_colours`, as a file that stands alone: with its size and a background."""
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    svg = svg.replace("<svg", f'<svg {names} width="720" font-family="sans-serif"', 1)
+    return svg.replace("<defs>", '<rect width="100%" height="100%" fill="#fff"/><defs>', 1)
 
 
 def thin(x: Sequence[float], y: Sequence[float], limit: int = 1200) -> tuple[list[float], list[float]]:
@@ -96,7 +134,7 @@ def smooth(y: Sequence[float], reach: int) -> list[float]:
 
 
 def pick_evenly(count: int, limit: int) -> list[int]:
-    """At most `limit` of the indices below `count`, evenly spread, the last one always among them."""
+    """At most `limit` (two or more) of the indices below `count`, evenly spread, the first and the last among them."""
     if count <= limit:
         return list(range(count))
-    return list(itertools.accumulate([(count - 1) // (limit - 1)] * (limit - 1), initial=(count - 1) % (limit - 1)))
+    return [round(number * (count - 1) / (limit - 1)) for number in range(limit)]

@@ -36,4 +36,4 @@ def layer_similarity(parts: Sequence[nn.Module]) -> list[list[float]]:
     cosines_BB: Tensor = (products_BB / norms_B / norms_B[:, None]).clamp(-1, 1)
     row = {module: index for index, module in enumerate(distinct)}
     index_L = torch.tensor([row[part] for part in parts])
-    return [[round(value, 4) for value in line] for line in cosines_BB[index_L][:, index_L].tolist()]
+    return [[round(value, 5) for value in line] for line in cosines_BB[index_L][:, index_L].tolist()]
