@@ -64,6 +64,12 @@ def line_plot(
     return _lines(history, lines, label, show)
 
 
+def accuracy_plot(history: History) -> Figure | None:
+    """The share of masked tokens that an encoder finds, at each validation."""
+    series = history.series("masked_accuracy", "tokens", validation=True)
+    return _lines(history, [(series, "found")], "share found", format_share)
+
+
 def mixture_plot(history: History) -> Figure | None:
     """The share of each source of the data mixture."""
     names = list(dict.fromkeys(name for event in history.steps for name in event.get("mixture") or {}))
@@ -179,6 +185,7 @@ def all_plots(history: History) -> list[tuple[str, list[Plot]]]:
             "Cross-entropy. Shaded: the stages; dashed upright: a delinking; dashed level: n-gram models.",
             [(AXES[axis], of(loss_plot, history, axis)) for axis in AXES],
         ),
+        single("accuracy", "Masked tokens", "Share that is found, on held-out text.", of(accuracy_plot, history)),
         single(
             "stored",
             "Stored parameters",
