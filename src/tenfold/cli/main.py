@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "let a trained model write",
     "report": "make one HTML page of a run",
     "doctor": "tell what this machine is, and what will hurt",
+    "completion": "complete this command line in bash, zsh or fish",
 }
 
 USAGE = """usage: tenfold COMMAND ...
