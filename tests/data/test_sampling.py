@@ -127,3 +127,21 @@ def test_too_few_tokens_is_an_error_with_the_numbers(tmp_path: Path, name: str) 
     with pytest.raises(TenfoldError) as caught:
         PackedSequences(split_of(tmp_path, [64], name), 64, seed=1)
     assert all(word in str(caught.value) for word in (f"the {name} split", "64 tokens", "needs 65", "at most 63"))
+
+
+def test_samples_in_any_order_are_those_in_order(tmp_path: Path) -> None:
+    sequences = PackedSequences(split_of(tmp_path, [40, 3, 2000, 58]), 7, seed=5)
+    whole = sequences.batch(0, 3000)
+    some = np.random.default_rng(0).integers(0, 3000, 200)
+    assert np.array_equal(sequences.rows(some), whole[some])
+    assert sequences.rows(some[:0]).shape == (0, 8)
+
+
+@pytest.mark.parametrize("start", [1, 50])  # within the first shard, and across the border of two
+def test_a_token_that_the_index_does_not_allow_is_told_by_file(tmp_path: Path, start: int) -> None:
+    split = split_of(tmp_path, [53, 47])
+    content = np.fromfile(tmp_path / "0.bin", "<u4")
+    content[start] = 53  # allowed in the second shard alone
+    content.tofile(tmp_path / "0.bin")
+    with pytest.raises(TenfoldError, match=r"0\.bin is damaged: it holds token id 53"):
+        TokenSplit(tmp_path, "train", "uint32", split._shards).rows(np.array([start - 1]), 7)

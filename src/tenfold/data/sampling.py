@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
@@ -11,13 +12,17 @@ from tenfold.data.shards import TokenSplit
 from tenfold.errors import TenfoldError
 
 _ROUNDS = 8
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_WINDOW = 512
+"""Samples whose places are worked out at once, and kept: to permute one costs nearly as much as to permute these."""
 
 
 class PackedSequences:
     """A split as training sequences of `sequence_length` inputs and the one token that follows.
 
     Documents lie end to end; sequence p is tokens p x sequence_length and on, so that in one epoch every token is a
-    target once. Sample i of a run belongs to epoch i // len(self), and each epoch has its own order of sequences.
+    target once. Sample i belongs to epoch i // len(self), and each epoch has its own order of sequences.
     With `seed` None the order is that of the text: for validation.
     """
 
@@ -32,6 +37,7 @@ class PackedSequences:
         self.split = split
         self.sequence_length = sequence_length
         self.seed = seed
+        self._window = functools.lru_cache(maxsize=4)(self._permuted)
 
     def __len__(self) -> int:
         """Sequences in one epoch."""
@@ -39,20 +45,36 @@ class PackedSequences:
 
     def positions(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """Which sequences of the split samples first .. first + count - 1 are: int64 [count]."""
-        epochs, positions = np.divmod(np.arange(first, first + count, dtype=np.int64), len(self))
-        if self.seed is not None:
-            for epoch in np.unique(epochs):
-                here = epochs == epoch
-                positions[here] = permute(positions[here], len(self), self.seed, int(epoch))
+        return self.positions_of(np.arange(first, first + count, dtype=np.int64))
+
+    def positions_of(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The same for samples in any order; quick where they lie close together."""
+        if self.seed is None:
+            return samples % len(self)
+        windows, places = np.divmod(samples, _WINDOW)
+        positions = np.empty_like(samples)
+        for number in set(windows.tolist()):
+            here = windows == number
+            positions[here] = self._window(number)[places[here]]
+        return positions
+
+    def _permuted(self, window: int) -> npt.NDArray[np.int64]:
+        assert self.seed is not None
+        samples = np.arange(window * _WINDOW, (window + 1) * _WINDOW, dtype=np.int64)
+        epochs, positions = np.divmod(samples, len(self))
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            positions[here] = permute(positions[here], len(self), self.seed, int(epoch))
         return positions
 
     def batch(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """Samples first .. first + count - 1, counted over the whole run: int64 [count, sequence_length + 1]."""
-        rows = np.empty((count, self.sequence_length + 1), dtype=np.int64)
-        for row, position in zip(rows, self.positions(first, count).tolist(), strict=True):
-            start = position * self.sequence_length
-            row[:] = self.split.read(start, start + self.sequence_length + 1)
-        return rows
+        return self.rows(np.arange(first, first + count, dtype=np.int64))
+
+    def rows(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The tokens of samples in any order: int64 [samples, sequence_length + 1]."""
+        starts = self.positions_of(samples) * self.sequence_length
+        return self.split.rows(starts, self.sequence_length + 1)
 
 
 def permute(indices: npt.NDArray[np.int64], size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -70,8 +92,13 @@ def permute(indices: npt.NDArray[np.int64], size: int, seed: int, epoch: int) ->
     def network(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left, right = values >> half_bits, values & mask
         for key in keys:
-            left, right = right, left ^ (mix(right ^ key) & mask)
-        return (left << half_bits) | right
+            mixed = mix(right ^ key)
+            mixed &= mask
+            mixed ^= left
+            left, right = right, mixed
+        left <<= half_bits
+        left |= right
+        return left
 
     result = network(indices.astype(np.uint64))
     while (outside := result >= size).any():
@@ -81,6 +108,9 @@ def permute(indices: npt.NDArray[np.int64], size: int, seed: int, epoch: int) ->
 
 def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A bijection of 64 bits in which every bit of the result hangs on all of the input (SplitMix64's finalizer)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = values ^ (values >> _SHIFTS[0])
+    values *= _FACTORS[0]
+    values ^= values >> _SHIFTS[1]
+    values *= _FACTORS[1]
+    values ^= values >> _SHIFTS[2]
+    return values

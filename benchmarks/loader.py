@@ -1,0 +1,89 @@
+"""Speed of the loader: tokens a second from `batch()`, in one process, in random order over memory-mapped shards.
+
+Shards of random tokens (uint16) are written to a temporary folder. Every batch shape is read for `--seconds`, three
+times in turn; the median counts. Then one sample at places all over the run is asked for, each by a reader of its own,
+as a resumption does. The last line is the slower shape's rate.
+
+    python benchmarks/loader.py [--gigabytes 1.5] [--seconds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tenfold.data.sampling import PackedSequences
+from tenfold.data.shards import ShardEntry, TokenSplit
+
+SHAPES = ((64, 1024), (8, 256))
+SHARD_TOKENS = 2**26
+
+
+def write_shards(folder: Path, gigabytes: float) -> TokenSplit:
+    """A split of random tokens."""
+    random = np.random.default_rng(0)
+    shards = []
+    for number in range(max(1, round(gigabytes * 1e9 / 2 / SHARD_TOKENS))):
+        random.integers(0, 2**16, SHARD_TOKENS, dtype=np.uint16).tofile(folder / f"{number}.bin")
+        shards.append(
+            ShardEntry(
+                file=f"{number}.bin",
+                documents_file=f"{number}.idx",
+                tokens=SHARD_TOKENS,
+                documents=1,
+                text_bytes=0,
+                max_token=2**16 - 1,
+                sha256="",
+                documents_sha256="",
+            )
+        )
+    return TokenSplit(folder, "train", "uint16", shards)
+
+
+def rate(sequences: PackedSequences, batch: int, seconds: float) -> float:
+    """Tokens a second."""
+    began, sample = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(20):
+            sequences.batch(sample, batch)
+            sample += batch
+    return sample * sequences.sequence_length / (time.perf_counter() - began)
+
+
+def seek_seconds(split: TokenSplit, length: int) -> list[float]:
+    """Seconds until a reader that is new gives one sample, at places over many epochs."""
+    taken = []
+    for sample in np.random.default_rng(1).integers(0, 10**10, 200).tolist():
+        began = time.perf_counter()
+        PackedSequences(split, length, 1).batch(sample, 1)
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def main() -> None:
+    """Write, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.5)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        split = write_shards(Path(folder), arguments.gigabytes)
+        readers = {(batch, length): PackedSequences(split, length, 1) for batch, length in SHAPES}
+        found: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
+        for _ in range(3):
+            for (batch, length), sequences in readers.items():
+                found[batch, length].append(rate(sequences, batch, arguments.seconds))
+        for (batch, length), rates in found.items():
+            print(f"batch {batch} x {length}: {statistics.median(rates):,.0f} tokens/s")
+        taken = seek_seconds(split, SHAPES[0][1])
+        print(f"one sample anywhere: {statistics.median(taken) * 1e3:.3f} ms, at most {max(taken) * 1e3:.3f} ms")
+        print(f"tokens/s: {min(statistics.median(rates) for rates in found.values()):,.0f}")
+
+
+if __name__ == "__main__":
+    main()
