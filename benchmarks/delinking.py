@@ -24,7 +24,7 @@ from rich.table import Table
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
 from tenfold.config.units import parse_sharing
-from tenfold.data.prepare import ensure_prepared
+from tenfold.data.mixture import open_data
 from tenfold.training.run import Run
 from tenfold.training.setup import resolve
 
@@ -66,7 +66,7 @@ def configuration(seed: int, tokens: int, share: float, sharing: Any, moments: s
 def measure(config: RunConfig) -> dict[str, float]:
     """Train and return held-out losses and seconds."""
     device = torch.device("cpu")
-    data = ensure_prepared(config.data)
+    data = open_data(config.data)
     config = resolve(config, data.vocab_size, device, data.mask_token())
     events: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

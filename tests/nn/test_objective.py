@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tenfold.config.model import ModelConfig
-from tenfold.nn.objective import loss_sum, make_example
+from tenfold.nn.objective import cut_sequences, loss_sum, make_example
 
 VOCABULARY, MASK = 1000, 999
 
@@ -111,3 +111,13 @@ def test_one_masked_token_more_changes_no_other_masks_loss(tiny_decoder):
         one = example._replace(targets=example.targets[:, place, None], places=example.places[:, place, None])
         parts.append(loss_sum(model, hidden, one, 1000))
     torch.testing.assert_close(loss_sum(model, hidden, example, 1000), torch.stack(parts).sum())
+
+
+def test_cut_samples_keep_every_token_and_every_target_once():
+    batch = torch.arange(26).view(2, 13)
+    cut = cut_sequences(batch, 4)
+    assert cut.tolist() == [list(range(start, start + 5)) for start in (0, 4, 8, 13, 17, 21)]
+    whole = make_example(batch, ModelConfig(vocab_size=30), 1, 0)
+    pieces = make_example(cut, ModelConfig(vocab_size=30), 1, 0)
+    for mine, theirs in zip(pieces[:2], whole[:2], strict=True):
+        assert mine.flatten().tolist() == theirs.flatten().tolist()

@@ -207,3 +207,48 @@ def test_a_stage_scales_its_rates_and_warms_up_again():
     found = rates({**BASE, "warmup": 0, "schedule": "constant"}, stages)
     assert found[:50] == [1.0] * 50
     assert found[50:55] == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5])
+
+
+def test_a_length_grows_in_divisors_of_the_sample():
+    (stage,) = plan_stages(
+        RunConfig.model_validate(
+            {
+                "data": {"sequence_length": 1024},
+                "training": {"steps": 1000},
+                "stages": [{"sequence_length": {"from": 64, "over": "50%"}}],
+            }
+        )
+    )
+    lengths = [stage.length_at(step) for step in range(1000)]
+    assert sorted(set(lengths)) == stage.lengths == [64, 128, 256, 512, 1024]
+    assert lengths == sorted(lengths)
+    assert lengths.index(512) == math.ceil((512 - 64) / (1024 - 64) * 500)
+    assert lengths.index(1024) == 500
+
+
+@pytest.mark.parametrize("root", [1, 2])
+def test_a_root_grows_faster_at_first(root):
+    lengths = {"sequence_length": {"from": 2, "to": 10, "over": 10, "root": root}}
+    (stage,) = plan_stages(run([lengths], steps=40))
+    assert stage.length_at(0) == 2
+    assert stage.length_at(10) == 10
+    reached = next(step for step in range(11) if stage.length_at(step) == 5)
+    assert reached == math.ceil(10 * (3 / 8) ** root)
+
+
+def test_weights_hold_until_a_stage_gives_others():
+    stages = plan_stages(
+        RunConfig.model_validate(
+            {
+                "model": {"layers": 8},
+                "data": {"mixture": [{"name": "a", "path": "x", "weight": 2}, {"name": "b", "path": "y"}]},
+                "training": {"steps": 40},
+                "stages": [
+                    {"name": "1", "until": "25%"},
+                    {"name": "2", "until": "50%", "mixture": {"b": 3}},
+                    {"name": "3"},
+                ],
+            }
+        )
+    )
+    assert [stage.weights for stage in stages] == [(2.0, 1.0), (0.0, 3.0), (0.0, 3.0)]

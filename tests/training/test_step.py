@@ -167,3 +167,17 @@ def test_every_optimizer_learns_a_repeated_batch(name: str) -> None:
     rate = 0.1 if name == "adafactor" else 1e-2
     losses = [train_step(model, optimizers, batch_of(), step, rate, config).loss for step in range(1, 16)]
     assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.parametrize("micro", [0, 1, 4])
+def test_a_step_on_cut_samples_is_a_step_on_their_pieces(micro: int) -> None:
+    batch = batch_of()
+    pieces = torch.stack([row[start : start + 5] for row in batch for start in (0, 4, 8)])
+    cut_model, plain = model_of(config_of(micro), "none"), model_of(config_of(), "none")
+    found = train_step(
+        cut_model, build_optimizers(cut_model, config_of().optim), batch, 1, 1e-2, config_of(micro), 0, 3
+    )
+    wanted = train_step(plain, build_optimizers(plain, config_of().optim), pieces, 1, 1e-2, config_of())
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert found.tokens == wanted.tokens == batch[:, 1:].numel()

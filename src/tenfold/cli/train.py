@@ -20,7 +20,7 @@ from tenfold.errors import TenfoldError
 if TYPE_CHECKING:
     import torch
 
-    from tenfold.data.shards import TokenData
+    from tenfold.data.mixture import TrainingData
 
 USAGE = """usage: tenfold train RUN.toml [--out FOLDER] [--resume] [--dry-run] [flags]
 
@@ -81,10 +81,10 @@ def _expected_vocabulary(config: RunConfig) -> tuple[int, int | None]:
     from tenfold.data.shards import INDEX, TokenData
     from tenfold.data.vocabulary import load_tokenizer, mask_token, vocabulary_size
 
-    path = Path(config.data.path)
-    if (path / INDEX).is_file():
-        data = TokenData.open(path)
-        return data.vocab_size, data.mask_token()
+    for path in [source.path for source in config.data.mixture] or [config.data.path]:
+        if (Path(path) / INDEX).is_file():
+            data = TokenData.open(Path(path))
+            return data.vocab_size, data.mask_token()
     if config.data.tokenizer is not None:
         tokenizer = load_tokenizer(Path(config.data.tokenizer))
         return vocabulary_size(tokenizer), mask_token(tokenizer)
@@ -107,7 +107,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     # Imported here, and only now: PyTorch takes seconds, and a mistake in the arguments should be told at once.
     import torch
 
-    from tenfold.data.prepare import as_prepared, ensure_prepared
+    from tenfold.data.mixture import data_as_prepared, open_data
     from tenfold.hardware.cores import usable_cores
     from tenfold.hardware.device import pick_device
     from tenfold.reporting.display import Display, closing_table
@@ -120,8 +120,8 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     device = pick_device(config.training.device)
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     plan_stages(config)  # its faults are told before any text is read
-    data = ensure_prepared(config.data)
-    config = config.model_copy(update={"data": as_prepared(config.data, data)})
+    data = open_data(config.data)
+    config = config.model_copy(update={"data": data_as_prepared(config.data, data)})
     if started:
         config = _same_config(config, folder, data, device)
     else:
@@ -144,7 +144,8 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder):
         if not started:
-            shutil.copyfile(data.path / data.index.tokenizer.file, folder / "tokenizer.json")
+            if data.tokenizer_file is not None:
+                shutil.copyfile(data.tokenizer_file, folder / "tokenizer.json")
             write_atomically(folder / "config.toml", dump_toml(config))
         step = run.restore() if started else None
         if step == stages[-1].last_step and _ended(read_metrics(folder)):
@@ -184,7 +185,7 @@ def _ended(events: list[dict[str, object]]) -> list[dict[str, object]]:
     return [event for event in events if event["event"] == "end"]
 
 
-def _same_config(given: RunConfig, folder: Path, data: TokenData, device: torch.device) -> RunConfig:
+def _same_config(given: RunConfig, folder: Path, data: TrainingData, device: torch.device) -> RunConfig:
     """The run directory's own configuration, with what may change taken from `given`; refuses any other difference."""
     from tenfold.training.setup import resolve
 

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tenfold.config.base import Section
 from tenfold.config.model import ModelConfig
-from tenfold.config.units import Count, OptionalCount, Share, Sharing, Until
+from tenfold.config.units import Count, Lengths, OptionalCount, Share, Sharing, Until, Weights
 
 
 class PrepareConfig(Section):
@@ -22,6 +22,18 @@ class PrepareConfig(Section):
     dedup: bool = Field(False, description="Drop documents whose text is equal to an earlier one's.")
     validation_fraction: Share = Field(0.01, description="Share of documents held out for validation.")
     workers: int = Field(0, ge=0, description="Threads that tokenize; 0 is one for each core.")
+
+
+class SourceConfig(Section):
+    """One source of a mixture, in place of `data.path`; docs/data.md tells how they are mixed."""
+
+    name: str = Field(
+        min_length=1, pattern=r"^[\w.-]+$", description="What the source is called in weights and metrics."
+    )
+    path: str = Field(min_length=1, description="Text or tokens, as `data.path`.")
+    weight: float = Field(
+        1.0, ge=0, description="Its share of the tokens, over the sum of all weights; 0: a later stage brings it in."
+    )
 
 
 class DataConfig(PrepareConfig):
@@ -45,6 +57,18 @@ class DataConfig(PrepareConfig):
     document_mask: bool = Field(
         False, description="Attention does not cross documents, and positions restart at each; else it sees them all."
     )
+    mixture: list[SourceConfig] = Field([], description="Several sources instead of `path`.")
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> DataConfig:
+        names = [source.name for source in self.mixture]
+        if len(set(names)) < len(names):
+            raise ValueError(f"mixture: sources need different names; these are {', '.join(names)}")
+        if names and self.path != DataConfig.model_fields["path"].default:
+            raise ValueError(f"path = {self.path!r} and mixture exclude each other: make it a source of the mixture")
+        if names and not any(source.weight for source in self.mixture):
+            raise ValueError("mixture: all weights are 0; give one source more")
+        return self
 
 
 class TrainingConfig(Section):
@@ -138,6 +162,14 @@ class StageConfig(Section):
         "rescale", description="What optimizer state freed layers start from when this stage begins."
     )
     batch_size: int | None = Field(None, gt=0, description="Sequences in one step of this stage; unset: the run's.")
+    mixture: Weights = Field(
+        None, description="Weights of the sources from this stage on, by name; unset: the former. Not named: 0."
+    )
+    sequence_length: Lengths = Field(
+        None,
+        description="Tokens in a sequence of this stage, into which samples of data.sequence_length are cut: a number, "
+        'or {from = 64, to = 1024, over = "50%"} (of the stage; or steps), which grows. Unset: they stay whole.',
+    )
     lr_scale: float = Field(1.0, gt=0, description="Multiplies the learning rate in this stage.")
     rewarm: int = Field(0, ge=0, description="Steps over which the rate rises again when this stage begins.")
 
@@ -172,6 +204,12 @@ class RunConfig(Section):
                 raise ValueError(
                     f"stages.{number}.batch_size = {size} is not a multiple of training.micro_batch_size = {micro}"
                 )
+        names = [source.name for source in self.data.mixture]
+        for number, stage in enumerate(self.stages):
+            for name in stage.mixture or {}:
+                if name not in names:
+                    there = f"there are {', '.join(names)}" if names else "there is no data.mixture"
+                    raise ValueError(f"stages.{number}.mixture names {name}, which is no source: {there}")
         if self.model.document_end is not None and not self.data.document_mask:
             raise ValueError(
                 "model.document_end follows from the data: leave it out, and set data.document_mask = true"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 from typing import Annotated, Any
@@ -139,4 +140,67 @@ Until = Annotated[
     dict[str, float | int] | None,
     BeforeValidator(lambda value: None if value is None else parse_until(value)),
     _flag(_until_flag, "20%|tokens=2B|steps=500", _show_until),
+]
+
+
+def parse_weights(value: Any) -> dict[str, float]:
+    """Weights of the sources of a mixture by name, {web = 0.7, code = 0.3}; web=0.7,code=0.3 on the command line."""
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in _without_brackets(value).split(",")]
+        try:
+            value = {name.strip(): float(weight) for name, _, weight in pairs}
+        except ValueError:
+            raise ValueError(f"cannot read {value!r} as weights; write for example web=0.7,code=0.3") from None
+    if not isinstance(value, dict) or not value:
+        raise ValueError("expected the sources' weights, for example {web = 0.7, code = 0.3}")
+    for name, weight in value.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ValueError(f"the weight of {name} is {weight!r}; it must be a number of at least 0")
+    if not any(value.values()):
+        raise ValueError("all weights are 0: give one source more")
+    return {name: float(weight) for name, weight in value.items()}
+
+
+def _show_pairs(value: Any) -> str:
+    return ",".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
+
+
+Weights = Annotated[
+    dict[str, float] | None,
+    BeforeValidator(lambda value: None if value is None else parse_weights(value)),
+    _flag(lambda text: None if text == "None" else parse_weights(text), "web=0.7,code=0.3", _show_pairs),
+]
+
+
+def parse_lengths(value: Any) -> int | dict[str, float | int]:
+    """A sequence length, or one that grows: {from = 64, to = 1024, over = "50%", root = 1}.
+
+    `to` may be left out (the run's own length), `over` is a share of the stage or a number of steps, and `root` 2 grows
+    as the square root of progress. On the command line 64 and from=64,to=1024,over=50%.
+    """
+    if isinstance(value, str):
+        text = _without_brackets(value)
+        if text.isdecimal():
+            value = int(text)
+        else:
+            value = {key.strip(): item.strip(" \"'") for key, _, item in (p.partition("=") for p in text.split(","))}
+    if isinstance(value, dict) and {"from", "over"} <= value.keys() <= {"from", "to", "over", "root"}:
+        lengths = {key: parse_count(value[key]) for key in ("from", "to") if key in value}
+        over, root = value["over"], float(value.get("root", 1))
+        over = int(over) if isinstance(over, str) and over.isdecimal() else over
+        over = over if type(over) is int else parse_share(over)
+        if all(length > 0 for length in lengths.values()) and over > 0 and 0 < root < math.inf:
+            return {**lengths, "over": over, "root": root}
+    elif type(value) is int and value > 0:
+        return value
+    raise ValueError(
+        f"cannot read {value!r} as a sequence length; write a number of tokens, or "
+        '{from = 64, to = 1024, over = "50%"} (over a share of the stage, or a number of steps)'
+    )
+
+
+Lengths = Annotated[
+    int | dict[str, float | int] | None,
+    BeforeValidator(lambda value: None if value is None else parse_lengths(value)),
+    _flag(lambda text: None if text == "None" else parse_lengths(text), "N|from=64,over=50%", _show_pairs),
 ]

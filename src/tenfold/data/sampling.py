@@ -77,7 +77,7 @@ class PackedSequences:
         return self.split.rows(starts, self.sequence_length + 1)
 
 
-def permute(indices: npt.NDArray[np.int64], size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def permute(indices: npt.NDArray[np.int64], size: int, seed: int, epoch: int | str) -> npt.NDArray[np.int64]:
     """Where the permutation of range(size) keyed by (seed, epoch) sends `indices`.
 
     A balanced Feistel network permutes the smallest even power of two that holds `size`; a value that leaves the range

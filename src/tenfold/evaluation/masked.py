@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 
 from tenfold.config.model import ModelConfig
+from tenfold.data.mixing import MixedSequences
 from tenfold.data.sampling import PackedSequences
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.inference import inference
@@ -49,7 +50,7 @@ def masked_loss(model: Decoder, sequences: PackedSequences, limit: int, batch_si
 
 
 def masked_unigram_loss(
-    train: PackedSequences, samples: int, validation: PackedSequences, limit: int, config: ModelConfig
+    train: PackedSequences | MixedSequences, samples: int, validation: PackedSequences, limit: int, config: ModelConfig
 ) -> tuple[float, int]:
     """What an encoder has to beat: (c(b) + 1) / (N + V) counted on the first `samples` training sequences, once each.
 

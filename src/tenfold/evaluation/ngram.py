@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tenfold.data.mixing import MixedSequences
 from tenfold.data.sampling import PackedSequences
 
 COUNTED_AT_MOST = 50_000_000
@@ -22,9 +23,9 @@ class NgramLosses:
 
 
 def ngram_losses(
-    train: PackedSequences, samples: int, validation: PackedSequences, limit: int, vocab_size: int
+    train: PackedSequences | MixedSequences, samples: int, validation: PackedSequences, limit: int, vocab_size: int
 ) -> NgramLosses:
-    """Count the first `samples` training sequences, once each, and predict the targets that `held_out_loss` reads.
+    """Count the first `samples` training sequences, at most an epoch of them, and predict what `held_out_loss` reads.
 
     Counted are the very targets the model trained on, each with the token before it; at most 50 million. Unigram:
     (c(b) + 1) / (N + V). Bigram, smoothed towards it: (c(ab) + s * unigram(b)) / (c(a) + s), with the s that does best

@@ -40,6 +40,12 @@ class Example(NamedTuple):
             yield Example(self.inputs[rows], self.targets[rows], None if self.places is None else self.places[rows])
 
 
+def cut_sequences(batch_BS: Tensor, length: int) -> Tensor:
+    """Samples of T + 1 tokens cut into T / length sequences of length + 1: the token between two ends the one and
+    begins the other, so that every token but a sample's first is a target once, as before."""
+    return batch_BS.unfold(1, length + 1, length).flatten(0, 1)
+
+
 def make_example(batch_BS: Tensor, config: ModelConfig, seed: int | str, first_sample: int) -> Example:
     """What the model's objective makes of samples `first_sample` and on, `batch_BS` [B, T + 1]."""
     if config.objective == "masked":

@@ -23,22 +23,23 @@ from tenfold.checkpoint.store import (
     save_checkpoint,
 )
 from tenfold.config.run import RunConfig
+from tenfold.data.mixing import Phase
+from tenfold.data.mixture import TrainingData
 from tenfold.data.sampling import PackedSequences
-from tenfold.data.shards import TokenData
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.generation import generate
-from tenfold.evaluation.loss import bits_per_byte, held_out_loss
-from tenfold.evaluation.masked import masked_loss, masked_unigram_loss
-from tenfold.evaluation.ngram import ngram_losses
+from tenfold.evaluation.held_out import HeldOut
 from tenfold.hardware.carbon import grid_of
 from tenfold.hardware.device import describe_machine, matrix_rate
 from tenfold.hardware.memory import memory_used_bytes
+from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.similarity import layer_similarity, seen_layers
 from tenfold.training.energy import Ledger
 from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, state_tensors
 from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_blocks, describe_stages
+from tenfold.training.sources import mixture_metrics, tell_epochs
 from tenfold.training.stages import Stage, learning_rate, plan_stages
 from tenfold.training.step import StepResult, routing_metrics, train_step
 
@@ -67,7 +68,7 @@ class Run:
     def __init__(
         self,
         config: RunConfig,
-        data: TokenData,
+        data: TrainingData,
         folder: Path,
         device: torch.device,
         emit: Emit,
@@ -81,12 +82,15 @@ class Run:
         if config.training.compile:
             check_compiler(device)
         length, seed = config.data.sequence_length, config.training.seed
-        self.train = PackedSequences(data.split("train"), length, seed)
-        self.validation = self._held_out()
-        self.rate = matrix_rate(device, DTYPES[config.training.precision])
-        self.place = Place()
-        self.energy = Ledger(grid_of(config.energy))
         self._record: list[dict[str, Any]] | None = []  # what was remarked before the run began; None: it goes on
+        self.place = Place()
+        phases = [Phase(stage.first_sample, stage.sample_at(stage.last_step), stage.weights) for stage in self.stages]
+        self.train = data.training(length, seed, phases)
+        held_out = data.held_out(length, self.remark)
+        self.validation = HeldOut(held_out, config.data, config.training) if held_out else None
+        tell_epochs(self.train, phases[-1].last, self.note, self.remark)
+        self.rate = matrix_rate(device, DTYPES[config.training.precision])
+        self.energy = Ledger(grid_of(config.energy))
         self.stop_reason: str | None = None
         self.model: Decoder
         self.optimizers: list[Optimizer]
@@ -183,7 +187,8 @@ class Run:
         first = stage.sample_at(place.step)
         batch = torch.from_numpy(self.train.batch(first, stage.batch_size)).to(self.device)
         rate = learning_rate(config.optim, self.stages, stage, place.step)
-        result = train_step(self.model, self.optimizers, batch, place.step + 1, rate, config, first)
+        pieces = stage.sequence_length // stage.length_at(place.step)
+        result = train_step(self.model, self.optimizers, batch, place.step + 1, rate, config, first, pieces)
         took = time.monotonic() - began
         place.step += 1
         place.stage_seconds += took
@@ -202,7 +207,8 @@ class Run:
     def _log(self, stage: Stage, result: StepResult, rate: float) -> None:
         tokens_per_second = self._window_steps * stage.tokens_per_step / self._window_seconds
         self._window_steps, self._window_seconds = 0, 0.0
-        flops = self.described[self.place.stage]["flops_per_token"] * tokens_per_second
+        length = stage.length_at(self.place.step - 1)
+        flops = count(self.model, length).flops_per_token * tokens_per_second
         self.emit(
             {
                 "event": "step",
@@ -213,6 +219,8 @@ class Run:
                 "tokens_per_second": tokens_per_second,
                 "flops_share": flops / self.rate,
                 "memory_bytes": memory_used_bytes(self.device),
+                "sequence_length": length,
+                **mixture_metrics(self.train, stage, self.place.step),
                 **self.energy.window(self.place, stage.tokens_at(self.place.step)),
                 **routing_metrics(result, self.config),
             }
@@ -225,27 +233,13 @@ class Run:
         where = {"step": step, "stage": stage.name, "tokens": stage.tokens_at(step), "seconds": self.place.seconds}
         return where | self.energy.so_far(self.place)
 
-    def _held_out(self) -> PackedSequences | None:
-        try:
-            return PackedSequences(self.data.split("validation"), self.config.data.sequence_length, None)
-        except TenfoldError as error:
-            self.remark(f"no validation: {error}")
-            return None
-
     def _validate(self, stage: Stage) -> float | None:
         if self.validation is None:
             return None
-        training = self.config.training
-        batch = training.micro_batch_size or stage.batch_size
-        held_out = (self.model, self.validation, training.validation_sequences, batch, training.loss_chunk)
-        more: dict[str, float]
-        if self.config.model.objective == "masked":  # its loss is no code length of the text: no bits per byte
-            loss, accuracy = masked_loss(*held_out)
-            more = {"masked_accuracy": accuracy}
-        else:
-            loss = held_out_loss(*held_out)
-            more = {"bits_per_byte": bits_per_byte(loss, self.validation)}
-        self.emit({"event": "validation", **self._where(stage), "validation_loss": loss, **more})
+        batch = self.config.training.micro_batch_size or stage.batch_size
+        told = self.validation.evaluate(self.model, batch)
+        self.emit({"event": "validation", **self._where(stage), **told})
+        loss: float = told["validation_loss"]
         return loss
 
     def _finish(self, stage: Stage, described: dict[str, Any]) -> None:
@@ -289,7 +283,7 @@ class Run:
         """Delink from the stage before, and show that the model's function is the same to the last bit."""
         place, before, after = self.place, self.stages[number - 1], self.stages[number]
         began = time.monotonic()
-        probe = torch.from_numpy((self.validation or self.train).batch(0, 1)).to(self.device)[:, :-1]
+        probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
         logits = self._logits(probe)
         delink(self.model, self.optimizers, before.pattern, after.pattern, after.config.moments)
         self._compile()
@@ -313,6 +307,11 @@ class Run:
             }
         )
         self._emit_similarity(after)
+
+    @property
+    def _some_text(self) -> PackedSequences:
+        """Held-out sequences where there are any."""
+        return self.validation.first if self.validation else next(iter(self.train.sources.values()))
 
     @torch.no_grad()
     def _logits(self, tokens: Tensor) -> Tensor:
@@ -357,30 +356,22 @@ class Run:
             **self._where(self.stages[-1]),
             **self.energy.closing(self.place, self.stages[-1].tokens_at(self.place.step)),
             "stages": self.place.finished,
+            **mixture_metrics(self.train, self.stages[-1], self.place.step),
+            "epochs": self.train.epochs(self.stages[-1].sample_at(self.place.step)),
             "unigram_loss": None,
             "bigram_loss": None,
             "sample": self._written or self._sample(),
         }
         if self.validation is not None:
             last = self.stages[-1]
-            samples, limit = last.sample_at(last.last_step), self.config.training.validation_sequences
-            if self.config.model.objective == "masked":
-                unigram, counted = masked_unigram_loss(self.train, samples, self.validation, limit, self.model.config)
-                event |= {"unigram_loss": unigram, "counted_tokens": counted}
-            else:
-                losses = ngram_losses(self.train, samples, self.validation, limit, self.model.vocab_size)
-                event |= {
-                    "unigram_loss": losses.unigram,
-                    "bigram_loss": losses.bigram,
-                    "counted_tokens": losses.counted_tokens,
-                }
+            event |= self.validation.baselines(self.model, self.train, last.sample_at(last.last_step))
         self.emit(event)
 
     def _sample(self) -> str | None:
         """What the model writes of its own, from the beginning of a held-out document; an encoder writes nothing."""
         if self.config.model.objective == "masked":
             return None
-        source = self.validation or self.train
+        source = self._some_text
         prompt = [self.data.end_of_text, *source.split.read(0, min(16, source.split.tokens)).tolist()]
         tokens = [*prompt[1:], *generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed)]
         return self.data.tokenizer().decode(tokens)

@@ -13,7 +13,7 @@ from tenfold.checkpoint.store import latest_checkpoint, list_checkpoints, load_c
 from tenfold.config.load import build
 from tenfold.config.model import ModelConfig
 from tenfold.config.run import RunConfig
-from tenfold.data.shards import TokenData
+from tenfold.data.mixture import TrainingData
 from tenfold.errors import TenfoldError
 from tenfold.hardware.compiler import missing_for_compile
 from tenfold.hardware.device import matrix_rate
@@ -43,9 +43,11 @@ def resolve(
     when the tokens do not fit the model's vocabulary.
     """
     model, data = with_vocabulary(config.model, vocab_size, tokenizer_mask), config.data
-    paths: dict[str, Any] = {"cache": str(Path(data.cache).absolute())}
-    if data.path != "python-stdlib" and not data.path.startswith("recipe:"):
-        paths["path"] = str(Path(data.path).absolute())
+    paths: dict[str, Any] = {
+        "cache": str(Path(data.cache).absolute()),
+        "path": _absolute(data.path),
+        "mixture": [source.model_copy(update={"path": _absolute(source.path)}) for source in data.mixture],
+    }
     if data.tokenizer is not None:
         paths["tokenizer"] = str(Path(data.tokenizer).absolute())
     assert end_of_text is not None or not data.document_mask
@@ -65,6 +67,10 @@ def resolve(
             "training": config.training.model_copy(update={"precision": precision}),
         }
     )
+
+
+def _absolute(path: str) -> str:
+    return path if path == "python-stdlib" or path.startswith("recipe:") else str(Path(path).absolute())
 
 
 def with_vocabulary(model: ModelConfig, vocab_size: int, tokenizer_mask: int | None) -> ModelConfig:
@@ -88,15 +94,16 @@ def with_vocabulary(model: ModelConfig, vocab_size: int, tokenizer_mask: int | N
     return model.model_copy(update={"vocab_size": rows, "mask_token": mask})
 
 
-def check_tokens(data: TokenData, vocab_size: int) -> None:
+def check_tokens(data: TrainingData, vocab_size: int) -> None:
     """Every token id of the data has a row in the embedding, or a TenfoldError before the first step."""
-    for name, shards in data.index.splits.items():
-        for shard in shards:
-            if shard.max_token >= vocab_size:
-                raise TenfoldError(
-                    f"{data.path / shard.file} ({name}) holds token id {shard.max_token}, "
-                    f"but the model's vocabulary has {vocab_size} rows"
-                )
+    for part in data.parts.values():
+        for name, shards in part.index.splits.items():
+            for shard in shards:
+                if shard.max_token >= vocab_size:
+                    raise TenfoldError(
+                        f"{part.path / shard.file} ({name}) holds token id {shard.max_token}, "
+                        f"but the model's vocabulary has {vocab_size} rows"
+                    )
 
 
 def build_model(config: RunConfig, pattern: Pattern, device: torch.device) -> Decoder:
@@ -134,7 +141,7 @@ def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, An
     described = []
     for stage in stages:
         with torch.device("meta"):
-            counts = count(shape_of(config, stage.pattern), config.data.sequence_length)
+            counts = count(shape_of(config, stage.pattern), stage.lengths[-1])
         described.append(
             {
                 "name": stage.name,
@@ -146,6 +153,7 @@ def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, An
                 "flops_per_token": counts.flops_per_token,
                 "steps": stage.steps,
                 "tokens": stage.tokens,
+                **({"sequence_lengths": stage.lengths} if stage.config.sequence_length else {}),
             }
         )
     return described

@@ -12,7 +12,10 @@ from tenfold.sharing.patterns import Pattern
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage with its place in the run. Steps, tokens and samples count from the run's start, `last_*` exclusive."""
+    """A stage with its place in the run. Steps, tokens and samples count from the run's start, `last_*` exclusive.
+
+    A sample is `sequence_length` tokens long; a stage may cut it into shorter sequences (`length_at`).
+    """
 
     config: StageConfig
     pattern: Pattern
@@ -21,6 +24,8 @@ class Stage:
     last_step: int
     first_sample: int
     sequence_length: int
+    weights: tuple[float, ...] = (1.0,)
+    """Of the sources of the data, in their order."""
 
     @property
     def name(self) -> str:
@@ -38,6 +43,29 @@ class Stage:
     def tokens(self) -> int:
         return self.steps * self.tokens_per_step
 
+    def length_at(self, step: int) -> int:
+        """Tokens in one sequence at `step`: the whole sample, or a divisor of it that the stage asks for.
+
+        One that grows from a to b over n steps is the largest divisor up to a + (b - a) (steps done / n)^(1 / root).
+        """
+        asked = self.config.sequence_length
+        if asked is None or isinstance(asked, int):
+            return asked or self.sequence_length
+        first, last = int(asked["from"]), int(asked.get("to", self.sequence_length))
+        over = asked["over"] if isinstance(asked["over"], int) else asked["over"] * self.steps
+        progress = min(1.0, (step - self.first_step) / over)
+        reached = first + (last - first) * progress ** (1 / asked["root"])
+        return max(length for length in self.lengths if length <= reached + 1e-9)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Every sequence length that the stage may have, from the shortest on."""
+        asked = self.config.sequence_length
+        if not isinstance(asked, dict):
+            return [asked or self.sequence_length]
+        low, high = int(asked["from"]), int(asked.get("to", self.sequence_length))
+        return [length for length in range(low, high + 1) if self.sequence_length % length == 0]
+
     def sample_at(self, step: int) -> int:
         """The first sample of `step`."""
         return self.first_sample + (step - self.first_step) * self.batch_size
@@ -53,6 +81,8 @@ def plan_stages(config: RunConfig) -> list[Stage]:
     Raises TenfoldError for patterns that do not fit the model or do not refine one another, and for empty stages.
     """
     length, training = config.data.sequence_length, config.training
+    names = [source.name for source in config.data.mixture]
+    weights = tuple(source.weight for source in config.data.mixture) or (1.0,)
     stages: list[Stage] = []
     step = sample = 0
     for number, stage in enumerate(config.stages):
@@ -63,6 +93,9 @@ def plan_stages(config: RunConfig) -> list[Stage]:
             raise TenfoldError(f"{where}: {error}") from None
         if stages:
             pattern.check_refines(stages[-1].pattern, where)
+        if stage.mixture is not None:
+            weights = tuple(stage.mixture.get(name, 0.0) for name in names)
+        _check_lengths(stage, length, where)
         batch = stage.batch_size or training.batch_size
         end: dict[str, float | int] = stage.until or {"share": 1.0}
         if "share" in end and training.steps is not None:
@@ -79,10 +112,26 @@ def plan_stages(config: RunConfig) -> list[Stage]:
                 f"{where} would have no steps: it ends at {_amount(end)}, and when it begins the run has reached "
                 f"{step} steps, {sample * length} tokens"
             )
-        stages.append(Stage(stage, pattern, batch, step, last, sample, length))
+        stages.append(Stage(stage, pattern, batch, step, last, sample, length, weights))
         sample += (last - step) * batch
         step = last
     return stages
+
+
+def _check_lengths(stage: StageConfig, length: int, where: str) -> None:
+    asked = stage.sequence_length
+    if asked is None:
+        return
+    ends = {"": asked} if isinstance(asked, int) else {f".{key}": int(asked.get(key, length)) for key in ("from", "to")}
+    for key, value in ends.items():
+        if length % value:
+            near = [divisor for divisor in range(1, length + 1) if length % divisor == 0]
+            raise TenfoldError(
+                f"{where}: sequence_length{key} = {value} does not divide data.sequence_length = {length}; "
+                f"{', '.join(map(str, near[-8:]))} do"
+            )
+    if not isinstance(asked, int) and ends[".from"] > ends[".to"]:
+        raise TenfoldError(f"{where}: sequence_length grows from {ends['.from']} to {ends['.to']}, which is less")
 
 
 def _amount(end: dict[str, float | int]) -> str:

@@ -15,7 +15,7 @@ from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.loss import IGNORE
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
-from tenfold.nn.objective import loss_sum, make_example
+from tenfold.nn.objective import cut_sequences, loss_sum, make_example
 from tenfold.training.optimizers import set_learning_rate
 
 
@@ -37,17 +37,21 @@ def train_step(
     rate: float,
     config: RunConfig,
     first_sample: int = 0,
+    pieces: int = 1,
 ) -> StepResult:
-    """Train on `batch_BS` [sequences, sequence_length + 1] (int64) and return what was measured.
+    """Train on `batch_BS` [samples, sequence_length + 1] (int64) and return what was measured.
 
-    `first_sample` is the index, in the run, of the batch's first sequence: masks hang on it. The loss is the sum over
+    `first_sample` is the index, in the run, of the batch's first sample: masks hang on it. Each sample is cut into
+    `pieces` sequences of equal length. The loss is the sum over
     predicted tokens divided by their count in the whole batch, however it is cut into
     micro-batches. Raises TenfoldError, with weights and optimizer untouched, when loss or gradient is not finite.
     """
     training, moe = config.training, config.model.moe
-    example = make_example(batch_BS, config.model, training.seed, first_sample)
+    if pieces > 1:
+        batch_BS = cut_sequences(batch_BS, (batch_BS.shape[1] - 1) // pieces)
+    example = make_example(batch_BS, config.model, training.seed, first_sample * pieces)
     valid_tokens = (example.targets != IGNORE).sum()
-    micro = training.micro_batch_size or len(batch_BS)
+    micro = training.micro_batch_size * pieces or len(batch_BS)
 
     # Forward and backward, micro-batch by micro-batch; gradients add up.
     total_loss = torch.zeros((), device=batch_BS.device)
