@@ -25,11 +25,10 @@ from tenfold.config.run import PrepareConfig, RunConfig
 
 DESCRIPTION = """Print a script that completes commands, flags, choices and files in a shell.
 
-Examples (once; then open a new shell):
+Examples, once, before a new shell is opened (zsh: into a folder on $fpath):
   tenfold completion bash > ~/.local/share/bash-completion/completions/tenfold
-  tenfold completion zsh > ~/.zfunc/_tenfold      # a folder on $fpath, before compinit
-  tenfold completion fish > ~/.config/fish/completions/tenfold.fish
-  source <(tenfold completion bash)               # for this shell alone"""
+  tenfold completion zsh > ~/.zfunc/_tenfold
+  tenfold completion fish > ~/.config/fish/completions/tenfold.fish"""
 
 
 @dataclass(frozen=True)

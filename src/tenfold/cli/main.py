@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 
 from tenfold import __version__
+from tenfold.cli.help import error_lines, is_asked, shown_fitting
 from tenfold.errors import TenfoldError
 
 COMMANDS = {
@@ -43,17 +45,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv[0] not in COMMANDS:
             raise TenfoldError(f"there is no command {argv[0]!r}; there are {', '.join(COMMANDS)}")
-        result: int = importlib.import_module(f"tenfold.cli.{argv[0]}").main(argv[1:])
-        return result
+        command: Callable[[list[str]], int] = importlib.import_module(f"tenfold.cli.{argv[0]}").main
+        return shown_fitting(command, argv[1:]) if is_asked(argv[1:]) else command(argv[1:])
     except TenfoldError as error:
-        print(f"tenfold: {error}", file=sys.stderr)
+        print(error_lines(f"tenfold: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 0
     except OSError as error:
         if error.errno is None:  # not the system's word on a file, so a fault of ours
             raise
-        print(f"tenfold: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+        print(error_lines(f"tenfold: {error.filename or 'a file'}: {error.strerror}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("tenfold: stopped", file=sys.stderr)
