@@ -9,6 +9,7 @@ import pytest
 from tenfold.cli.main import main
 from tenfold.reporting.metrics import read_metrics
 
+ENCODER = Path(__file__).parents[1] / "examples" / "encoder.toml"
 DEMO = Path(__file__).parents[1] / "examples" / "demo.toml"
 
 
@@ -33,3 +34,21 @@ def test_the_demo_trains_both_stages_reports_and_can_be_asked_again(
     assert "finished already" in capsys.readouterr().out
     assert main(["generate", str(out), "--prompt", "def ", "--tokens", "5", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("def ")
+
+
+def test_the_example_of_an_encoder_trains_both_stages_and_fills_masks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"for i in range({number}): print(names[i])\n" * 60)
+    out = tmp_path / "encoder"
+    flags = ["--data.path", str(tmp_path / "texts"), "--data.cache", str(tmp_path / "data"), "--training.tokens", "10k"]
+    flags += ["--data.validation-fraction", "20%", "--data.vocab-size", "300", "--training.log-every", "1"]
+    assert main(["train", str(ENCODER), "--out", str(out), *flags]) == 0
+    assert "logits equal to the last bit" in " ".join(capsys.readouterr().out.split())
+    losses = [event["loss"] for event in read_metrics(out) if event["event"] == "step"]
+    assert losses[-1] < losses[0]
+    assert main(["generate", str(out), "--prompt", "for i in [MASK]("]) == 0
+    assert capsys.readouterr().out.startswith("for i in [MASK](\n  mask 1: ")
