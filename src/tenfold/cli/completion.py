@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -96,12 +97,17 @@ def _of_section(model: type[BaseModel], prefix: str) -> Iterator[Flag]:
 
 
 def _of_dataclass(module: types.ModuleType) -> Iterator[Flag]:
-    """The flags of the dataclass that a command's arguments are read into."""
-    (arguments,) = (
+    """The flags of the dataclass that a command's arguments are read into, or else those that its usage explains."""
+    found = [
         value
         for name, value in vars(module).items()
         if name.endswith("Arguments") and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
-    )
+    ]
+    if not found:
+        for name, text in re.findall(r"^(--[\w-]+)  +(.+)$", module.USAGE, re.MULTILINE):
+            yield Flag(name, text, "value")
+        return
+    arguments: Any = found[0]
     helps, hints = _docstrings(arguments), typing.get_type_hints(arguments)
     for field in dataclasses.fields(arguments):
         if "Positional" not in str(field.type):
