@@ -75,7 +75,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "other format": (index_change(lambda index: index.update(format="x")), ["is not an index of token shards"]),
     "other version": (index_change(lambda index: index.update(version=99)), ["version 99", "reads 1"]),
     "unknown key": (index_change(lambda index: index.update(more=1)), ["unknown key `more`"]),
-    "other dtype": (index_change(lambda index: index.update(dtype="int8")), ["`dtype`", "int8"]),
+    "other dtype": (index_change(lambda index: index.update(dtype="float32")), ["`dtype`", "float32"]),
     "another tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
         ["tokenizer.json", "is not the tokenizer that made these shards"],

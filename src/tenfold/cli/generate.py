@@ -81,6 +81,8 @@ def main(argv: list[str]) -> int:
     from tenfold.hardware.device import pick_device
     from tenfold.training.setup import load_model
 
+    if not (arguments.run / "tokenizer.json").is_file() and (arguments.run / "config.toml").is_file():
+        raise TenfoldError(f"{arguments.run} was trained on tokens without a tokenizer: put its tokenizer.json there")
     model = load_model(arguments.run, arguments.checkpoint, pick_device(arguments.device)).eval()
     tokenizer = load_tokenizer(arguments.run / "tokenizer.json")
     end = end_of_text(tokenizer, arguments.run / "tokenizer.json")

@@ -47,8 +47,8 @@ def summary(data: TokenData) -> str:
         if shards:
             split = data.split(name)
             lines.append(
-                f"  {name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes:,} bytes "
-                f"({split.text_bytes / split.tokens:.2f} bytes a token), {len(shards)} shard(s)"
+                f"  {name}: {split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes or 0:,} bytes "
+                f"({(split.text_bytes or 0) / split.tokens:.2f} bytes a token), {len(shards)} shard(s)"
             )
         else:
             lines.append(f"  {name}: nothing")

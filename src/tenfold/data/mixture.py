@@ -17,6 +17,7 @@ from tenfold.data.sampling import PackedSequences
 from tenfold.data.shards import TokenData, holds_shards
 from tenfold.data.sources import Source, open_source
 from tenfold.data.survey import SAMPLE_BYTES, Survey, survey
+from tenfold.data.token_files import find_token_files
 from tenfold.data.tokenizing import train_tokenizer
 from tenfold.data.writing import write_file
 from tenfold.errors import TenfoldError
@@ -106,14 +107,15 @@ def open_data(data: DataConfig, show_progress: bool = True) -> TrainingData:
     parts: dict[str, TokenData] = {}
     texts = []
     for source in data.mixture:
-        if holds_shards(Path(source.path).expanduser()):
+        path = Path(source.path).expanduser()
+        if holds_shards(path) or find_token_files(path) is not None:
             parts[source.name] = _prepared(data, source, show_progress)
         else:
             texts.append(source)
     if texts and data.tokenizer is None:
         known = [part for part in parts.values() if part.index.tokenizer is not None]
-        path = known[0].path / known[0].index.tokenizer.file if known else _common_tokenizer(data, texts, progress)
-        data = data.model_copy(update={"tokenizer": str(path)})
+        made = known[0].path / known[0].index.tokenizer.file if known else _common_tokenizer(data, texts, progress)
+        data = data.model_copy(update={"tokenizer": str(made)})
     for source in texts:
         parts[source.name] = _prepared(data, source, show_progress)
     return TrainingData({source.name: parts[source.name] for source in data.mixture})

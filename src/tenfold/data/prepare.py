@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tenfold.config.run import DataConfig, PrepareConfig
+from tenfold.data.inplace import open_in_place
 from tenfold.data.journal import JOURNAL, Journal, forget
 from tenfold.data.progress import Progress
 from tenfold.data.shards import INDEX, VERSION, Duplicates, Index, TokenData, TokenizerEntry, holds_shards, sha256_of
 from tenfold.data.sources import Source, open_source, readable_name
+from tenfold.data.token_files import find_token_files
 from tenfold.data.tokenizing import TOKENIZER, token_dtype, write_tokens
 from tenfold.data.vocabulary import end_of_text, vocabulary_size
 from tenfold.data.writing import appearing_whole, partial_folder, write_file
@@ -25,21 +27,30 @@ def prepare(source: str, out: Path, options: PrepareConfig, show_progress: bool 
     What a recipe downloads is kept in `recipes` beside `out`.
     """
     progress = Progress(show_progress)
+    path = Path(source).expanduser()
+    if not holds_shards(path) and find_token_files(path) is not None:
+        raise TenfoldError(f"{source} holds tokens already: they need no preparation, name them as data.path")
     found = open_source(source, options.text_field, out.parent / "recipes", progress)
     return _prepare(found, out, options, progress)
 
 
 def ensure_prepared(data: DataConfig, show_progress: bool = True) -> TokenData:
-    """The shards that `data.path` names: a prepared folder as it is, or shards of its text from `data.cache`.
+    """The tokens that `data.path` names: those of a prepared folder or of other programs' files as they are, or shards
+    of its text from `data.cache`.
 
     The cache folder's name holds a hash of the text and of the options: text that changed is prepared anew.
     """
     path = Path(data.path).expanduser()
+    progress = Progress(show_progress)
     if holds_shards(path):
         shards = TokenData.open(path)
         _check_agreement(data, shards)
         return shards
-    progress = Progress(show_progress)
+    if (tokens := find_token_files(path)) is not None:
+        return open_in_place(data, *tokens, progress)
+    for key in ("dtype", "end_of_text"):
+        if getattr(data, key) is not None:
+            raise TenfoldError(f"data.{key} is for token files, and data.path = {data.path!r} is text; leave it out")
     options = PrepareConfig(**{key: getattr(data, key) for key in PrepareConfig.model_fields})
     cache = Path(data.cache).expanduser()
     found = open_source(data.path, data.text_field, cache / "recipes", progress)
@@ -50,10 +61,14 @@ def ensure_prepared(data: DataConfig, show_progress: bool = True) -> TokenData:
 
 def _check_agreement(data: DataConfig, shards: TokenData) -> None:
     """What the run file says of preparation must be what the shards were prepared with: it cannot be done anew."""
+    for key in ("dtype", "end_of_text"):
+        if (value := getattr(data, key)) not in (None, (made := getattr(shards.index, key))):
+            raise TenfoldError(f"data.{key} = {value!r}, but the shards in {shards.path} have {made!r}: leave it out")
     for key in data.model_fields_set & PrepareConfig.model_fields.keys():
         value, made = getattr(data, key), shards.index.options.get(key)
         if key == "tokenizer" and value is not None:
-            value, made = sha256_of(Path(value).expanduser()), shards.index.tokenizer.sha256
+            value = sha256_of(Path(value).expanduser())
+            made = shards.index.tokenizer and shards.index.tokenizer.sha256
         if made is not None and value is not None and value != made:
             raise TenfoldError(
                 f"data.{key} = {getattr(data, key)!r}, but the shards in {shards.path} were prepared with {made!r}: "

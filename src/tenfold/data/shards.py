@@ -34,13 +34,14 @@ _AGAIN = "delete the folder and prepare it again"
 class ShardEntry(Section):
     """One shard of a split."""
 
-    file: str = Field(pattern=r"^[\w.-]+$", description="Name of the token file.")
+    file: str = Field(pattern=r"^(/.*|[\w.-]+)$", description="Name of the token file; a whole path elsewhere.")
     documents_file: str = Field(pattern=r"^[\w.-]+$", description="Name of the file of document starts.")
+    offset_bytes: int = Field(0, ge=0, description="Where the tokens begin in the file.")
     tokens: int = Field(gt=0, description="Tokens, with the one that ends each document.")
     documents: int = Field(gt=0, description="Documents; none crosses shards.")
-    text_bytes: int = Field(ge=0, description="Bytes of the text in UTF-8.")
+    text_bytes: int | None = Field(ge=0, description="Bytes of the text in UTF-8; null: not known.")
     max_token: int = Field(ge=0, description="Largest token id.")
-    sha256: str = Field(description="Of the token file.")
+    sha256: str = Field(description="Of the tokens as they are in the file.")
     documents_sha256: str = Field(description="Of the file of document starts.")
 
 
@@ -63,10 +64,15 @@ class Index(Section):
 
     format: Literal["tenfold-tokens"] = "tenfold-tokens"
     version: int = VERSION
-    tokenizer: TokenizerEntry
+    layout: Literal["tenfold", "megatron", "nanogpt", "olmo"] = Field(
+        "tenfold", description="Who wrote the token files; those of others lie where they were found."
+    )
+    tokenizer: TokenizerEntry | None = Field(description="Null: not known.")
     vocab_size: int = Field(gt=0, description="One more than the largest id the tokenizer gives.")
-    end_of_text: int = Field(ge=0, description="The token after each document.")
-    dtype: Literal["uint16", "uint32"] = Field(description="Of the token files, little-endian.")
+    end_of_text: int | None = Field(ge=0, description="The token after each document; null: there is none.")
+    dtype: Literal["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"] = Field(
+        description="Of the token files, little-endian."
+    )
     splits: dict[SplitName, list[ShardEntry]]
     duplicates: Duplicates | None = Field(None, description="What was dropped as such; null: nothing was looked for.")
     source: dict[str, Any] = Field(description="Name and fingerprint of the text.")
@@ -81,17 +87,17 @@ class TokenSplit:
         self.name = name
         self.tokens = sum(shard.tokens for shard in shards)
         self.documents = sum(shard.documents for shard in shards)
-        self.text_bytes = sum(shard.text_bytes for shard in shards)
+        known = [shard.text_bytes for shard in shards if shard.text_bytes is not None]
+        self.text_bytes = sum(known) if len(known) == len(shards) else None
+        """Bytes of the text; None where the tokens were made elsewhere and no tokenizer tells."""
         self.max_token = max(shard.max_token for shard in shards)
         self._shards = shards
-        self._maps = [
-            np.memmap(path / shard.file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r") for shard in shards
-        ]
+        self._maps = [_tokens_of(path, shard, dtype) for shard in shards]
         self._plain = [tokens.view(np.ndarray) for tokens in self._maps]  # whose slices are made far quicker
         self._limits = np.array([shard.max_token for shard in shards], dtype=np.int64)
         self._starts = np.cumsum([0, *(shard.tokens for shard in shards)])
 
-    def read(self, start: int, stop: int) -> npt.NDArray[np.uint16] | npt.NDArray[np.uint32]:
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         """Tokens start .. stop - 1; they may lie in several shards. An id that the index does not allow is an error."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start}..{stop} of {self.tokens}")
@@ -143,6 +149,8 @@ class TokenData:
         self.vocab_size = index.vocab_size
         self.end_of_text = index.end_of_text
         told = index.model_dump(mode="json", exclude={"source", "options", "duplicates"})
+        for shard in (shard for shards in told["splits"].values() for shard in shards):
+            shard["file"] = Path(shard["file"]).name
         self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         """sha256 over all that decides which tokens are read; where the text came from is not part of it."""
 
@@ -154,17 +162,19 @@ class TokenData:
         """
         data = cls(path, _read_index(path))
         data._check_files()
-        if sum((path / shard.file).stat().st_size for shard in data._shards()) <= VERIFIED_BYTES:
+        if sum(shard.tokens for shard in data._shards()) * np.dtype(data.index.dtype).itemsize <= VERIFIED_BYTES:
             data.verify()
         return data
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the shards."""
+        """The tokenizer that made the shards; a TenfoldError where it is not known."""
+        if self.index.tokenizer is None:
+            raise TenfoldError(f"the tokenizer of the tokens in {self.path} is not known; name it as data.tokenizer")
         return load_tokenizer(self.path / self.index.tokenizer.file)
 
     def mask_token(self) -> int | None:
         """The tokenizer's id for a masked token, if it has one."""
-        return mask_token(self.tokenizer())
+        return None if self.index.tokenizer is None else mask_token(self.tokenizer())
 
     def split(self, name: SplitName) -> TokenSplit:
         """The tokens of one split; a TenfoldError when it holds none."""
@@ -180,13 +190,15 @@ class TokenData:
     def verify(self) -> None:
         """Read every file and compare it with the index: checksums, largest ids and document starts."""
         for shard in self._shards():
-            for name, expected in ((shard.file, shard.sha256), (shard.documents_file, shard.documents_sha256)):
-                found = sha256_of(self.path / name)
+            tokens = _tokens_of(self.path, shard, self.index.dtype)
+            for name, found, expected in (
+                (shard.file, hashlib.sha256(tokens.data).hexdigest(), shard.sha256),
+                (shard.documents_file, sha256_of(self.path / shard.documents_file), shard.documents_sha256),
+            ):
                 if found != expected:
                     raise TenfoldError(
                         f"{self.path / name} is damaged: its sha256 is {found}, the index says {expected}; {_AGAIN}"
                     )
-            tokens = np.memmap(self.path / shard.file, dtype=np.dtype(self.index.dtype).newbyteorder("<"), mode="r")
             if (largest := int(tokens.max())) != shard.max_token:
                 raise TenfoldError(
                     f"{self.path / shard.file} holds token id {largest}, the index says the largest is "
@@ -199,15 +211,18 @@ class TokenData:
     def _check_files(self) -> None:
         itemsize = np.dtype(self.index.dtype).itemsize
         for shard in self._shards():
-            _check_size(self.path / shard.file, shard.tokens * itemsize)
+            needed = shard.offset_bytes + shard.tokens * itemsize
+            _check_size(self.path / shard.file, needed, exactly=self.index.layout == "tenfold")
             _check_size(self.path / shard.documents_file, shard.documents * 8)
             if shard.max_token >= self.vocab_size:
                 raise TenfoldError(
                     f"{self.path / shard.file} holds token id {shard.max_token}, but the vocabulary has "
                     f"{self.vocab_size} entries; {_AGAIN}, with the tokenizer that belongs to it"
                 )
-        if self.end_of_text >= self.vocab_size:
+        if self.end_of_text is not None and self.end_of_text >= self.vocab_size:
             raise TenfoldError(f"{self.path / INDEX}: end_of_text = {self.end_of_text} >= vocab_size; {_AGAIN}")
+        if self.index.tokenizer is None:
+            return
         tokenizer = self.path / self.index.tokenizer.file
         if sha256_of(tokenizer) != self.index.tokenizer.sha256:
             raise TenfoldError(f"{tokenizer} is not the tokenizer that made these shards (other sha256); {_AGAIN}")
@@ -241,10 +256,15 @@ def _read_index(path: Path) -> Index:
     return build(Index, raw, str(file))
 
 
-def _check_size(file: Path, expected: int) -> None:
+def _tokens_of(path: Path, shard: ShardEntry, dtype: str) -> npt.NDArray[Any]:
+    kind = np.dtype(dtype).newbyteorder("<")
+    return np.memmap(path / shard.file, kind, "r", shard.offset_bytes, (shard.tokens,))
+
+
+def _check_size(file: Path, expected: int, exactly: bool = True) -> None:
     with reading(file):
         found = file.stat().st_size
-    if found != expected:
+    if found < expected or (exactly and found != expected):
         raise TenfoldError(f"{file} has {found:,} bytes, the index says {expected:,}; {_AGAIN}")
 
 

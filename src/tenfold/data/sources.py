@@ -124,7 +124,7 @@ def _folder_files(folder: Path, progress: Progress) -> list[tuple[Path, SplitNam
         found += [Path(where, name) for name in saved]
         for name in names:
             path = Path(where, name)
-            if not name.startswith(".") and path.is_file() and _holds_text(path):
+            if not name.startswith(".") and path.is_file() and is_text_file(path):
                 found.append(path)
             else:
                 skipped += 1
@@ -140,7 +140,8 @@ def _folder_files(folder: Path, progress: Progress) -> list[tuple[Path, SplitNam
     return files
 
 
-def _holds_text(path: Path) -> bool:
+def is_text_file(path: Path) -> bool:
+    """Whether the name is that of a file whose text is read."""
     return plain_suffix(path) in (*TEXT_SUFFIXES, *RECORD_SUFFIXES) or path.suffix.lower() in COLUMN_SUFFIXES
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tenfold.data.reading import reading
@@ -76,10 +79,32 @@ def for_documents(tokenizer: Tokenizer) -> Tokenizer:
 
 def end_of_text(tokenizer: Tokenizer, path: Path) -> int:
     """The id of the token that ends a document."""
-    for token in _ENDS:
-        if (found := tokenizer.token_to_id(token)) is not None:
-            return int(found)
-    raise TenfoldError(f"{path} has no token that ends a document: add one of {' '.join(_ENDS)} to it")
+    if (found := find_end_of_text(tokenizer)) is None:
+        raise TenfoldError(f"{path} has no token that ends a document: add one of {' '.join(_ENDS)} to it")
+    return found
+
+
+def find_end_of_text(tokenizer: Tokenizer) -> int | None:
+    """The id of the token that ends a document, if the tokenizer has one."""
+    return next((found for token in _ENDS if (found := tokenizer.token_to_id(token)) is not None), None)
+
+
+def token_bytes(tokenizer: Tokenizer, end_of_text: int | None, vocab_size: int) -> npt.NDArray[np.int64] | None:
+    """The bytes of text that each id stands for: int64 [vocab_size]; the end of text stands for none.
+
+    None for tokenizers other than byte-level ones: what their tokens stand for hangs on their neighbours.
+    """
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    if decoder is None or decoder["type"] != "ByteLevel":
+        return None
+    added = tokenizer.get_added_tokens_decoder()
+    sizes = np.zeros(vocab_size, np.int64)
+    for token, place in tokenizer.get_vocab(with_added_tokens=True).items():
+        # Every byte is written as one character; added tokens stand for themselves.
+        sizes[place] = len(token.encode()) if place in added else len(token)
+    if end_of_text is not None:
+        sizes[end_of_text] = 0
+    return sizes
 
 
 def mask_token(tokenizer: Tokenizer) -> int | None:

@@ -26,6 +26,11 @@ def held_out_loss(model: Decoder, sequences: PackedSequences, limit: int, batch_
     return total / tokens
 
 
-def bits_per_byte(loss: float, sequences: PackedSequences) -> float:
-    """The loss (nats per token) in bits per byte of text, at the split's mean bytes per token."""
+def bits_per_byte(loss: float, sequences: PackedSequences) -> float | None:
+    """The loss (nats per token) in bits per byte of text, at the split's mean bytes per token.
+
+    None where the bytes of the text are not known: tokens made elsewhere, without a tokenizer that tells.
+    """
+    if sequences.split.text_bytes is None:
+        return None
     return loss / math.log(2) * sequences.split.tokens / sequences.split.text_bytes

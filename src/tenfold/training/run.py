@@ -368,12 +368,16 @@ class Run:
         self.emit(event)
 
     def _sample(self) -> str | None:
-        """What the model writes of its own, from the beginning of a held-out document; an encoder writes nothing."""
-        if self.config.model.objective == "masked":
+        """What the model writes of its own, from the beginning of a held-out document.
+
+        Nothing from an encoder, and nothing that can be read without a tokenizer.
+        """
+        if self.config.model.objective == "masked" or self.data.tokenizer_file is None:
             return None
         source = self._some_text
-        prompt = [self.data.end_of_text, *source.split.read(0, min(16, source.split.tokens)).tolist()]
-        tokens = [*prompt[1:], *generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed)]
+        begin = [] if self.data.end_of_text is None else [self.data.end_of_text]
+        prompt = [*begin, *source.split.read(0, min(16, source.split.tokens)).tolist()]
+        tokens = [*prompt[len(begin) :], *generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed)]
         return self.data.tokenizer().decode(tokens)
 
 

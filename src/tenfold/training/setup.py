@@ -50,7 +50,10 @@ def resolve(
     }
     if data.tokenizer is not None:
         paths["tokenizer"] = str(Path(data.tokenizer).absolute())
-    assert end_of_text is not None or not data.document_mask
+    if end_of_text is None and data.document_mask:
+        raise TenfoldError(
+            "data.document_mask = true needs to know which id ends a document: set data.end_of_text, or data.tokenizer"
+        )
     precision = config.training.precision
     if precision == "auto":
         faster = matrix_rate(device, torch.bfloat16) > matrix_rate(device, torch.float32)
