@@ -327,3 +327,12 @@ def test_the_index_names_what_was_told(tmp_path: Path) -> None:
     assert index["layout"] == "nanogpt"
     assert index["end_of_text"] == 0
     assert index["tokenizer"] is None
+
+
+def test_a_document_mask_needs_the_id_that_ends_every_document(tmp_path: Path) -> None:
+    prefix = megatron(tmp_path / "c", [[[1, 2, 0]], [[3, 4]], [[5, 0]]])
+    assert opened(tmp_path, prefix, end_of_text=0).end_of_text == 0
+    with pytest.raises(TenfoldError, match=r"1 documents of .* do not end in id 0"):
+        opened(tmp_path, prefix, end_of_text=0, document_mask=True)
+    ended = megatron(tmp_path / "d", [[[1, 2, 0]], [[5, 0]]])
+    assert opened(tmp_path, ended, end_of_text=0, document_mask=True).split("train").documents > 0

@@ -12,6 +12,7 @@ from tenfold.errors import TenfoldError
 
 COMMANDS = {
     "prepare": "make token shards of a text",
+    "inspect": "show what data holds",
     "train": "pretrain a model from a run file",
     "generate": "let a trained model write",
     "report": "make one HTML page of a run",
@@ -25,6 +26,7 @@ commands:
 {commands}
 
 examples:
+  tenfold inspect corpus/
   tenfold train examples/demo.toml --out runs/demo
   tenfold train run.toml --optim.lr 3e-4 --dry-run
   tenfold train run.toml --out runs/big --resume

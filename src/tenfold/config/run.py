@@ -16,7 +16,7 @@ class PrepareConfig(Section):
 
     tokenizer: str | None = Field(None, description="A tokenizer.json to use; unset trains a byte-level BPE.")
     vocab_size: Count = Field(
-        8192, ge=257, le=10**7, description="Entries of the BPE that is trained when none is given."
+        8192, ge=1, le=10**7, description="Entries of the BPE that is trained when none is given; 257 or more."
     )
     text_field: str = Field("text", description="The JSONL field or the Parquet or Arrow column that holds the text.")
     dedup: bool = Field(False, description="Drop documents whose text is equal to an earlier one's.")

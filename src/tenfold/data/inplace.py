@@ -72,7 +72,14 @@ def open_in_place(data: DataConfig, layout: Layout, paths: Sequence[Path], progr
                 write_file(folder / _TOKENIZER, tokenizer_file.read_bytes())
             index = _index(data, files, layout, tokenizer, folder, told, progress)
             write_file(folder / INDEX, json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False).encode())
-    return _with_vocabulary(TokenData.open(out), data)
+    tokens = TokenData.open(out)
+    if data.document_mask and (unended := tokens.index.options.get("documents_without_end")):
+        raise TenfoldError(
+            f"data.document_mask = true, but {unended:,} documents of {data.path} do not end in id "
+            f"{tokens.end_of_text}, by which training tells them apart: set data.end_of_text to the id that does, or "
+            "write the file anew with one (--append-eod of Megatron's preprocess_data)"
+        )
+    return _with_vocabulary(tokens, data)
 
 
 def _told_vocabulary(data: DataConfig) -> int | None:
@@ -113,6 +120,7 @@ def _index(
         raise TenfoldError(f"data.end_of_text = {end}, but {says} has ids below {bound:,} only")
     sizes = None if tokenizer is None else token_bytes(tokenizer, end, bound)
     splits: dict[SplitName, list[ShardEntry]] = {"train": [], "validation": []}
+    unended = 0
     stretches = _stretches(files, data.validation_fraction, end)
     total = sum((part.stop - part.start) for part in stretches) * np.dtype(files[0].dtype).itemsize
     with progress.phase("indexing", total) as advance:
@@ -121,6 +129,7 @@ def _index(
             entry, starts = _read(part, end, bound, says, sizes, name, advance)
             write_file(folder / name, starts.astype("<i8").tobytes())
             splits[part.split].append(entry)
+            unended += _unended(part, starts, end)
     if tokenizer is not None:
         vocab_size = vocabulary_size(tokenizer)
     else:
@@ -136,9 +145,17 @@ def _index(
             "dtype": files[0].dtype,
             "splits": splits,
             "source": {"name": data.path},
-            "options": told | {"vocab_size": vocab_size},
+            "options": told | {"vocab_size": vocab_size, "documents_without_end": unended},
         }
     )
+
+
+def _unended(part: _Stretch, starts: npt.NDArray[np.int64], end_of_text: int | None) -> int:
+    """How many of the documents that the file tells do not end in the token that is to end them."""
+    if part.file.document_starts is None or end_of_text is None:
+        return 0
+    last = np.append(starts[1:], part.stop - part.start) - 1
+    return int((_ids(part.file)[part.start + last] != end_of_text).sum())
 
 
 def _stretches(files: list[TokenFile], fraction: float, end_of_text: int | None) -> list[_Stretch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,25 @@ def ensure_prepared(data: DataConfig, show_progress: bool = True) -> TokenData:
 
     The cache folder's name holds a hash of the text and of the options: text that changed is prepared anew.
     """
-    path = Path(data.path).expanduser()
     progress = Progress(show_progress)
+    found = look_up(data, progress)
+    if isinstance(found, TokenData):
+        return found
+    return _prepare(found.source, found.folder, found.options, progress)
+
+
+@dataclass(frozen=True)
+class Unprepared:
+    """A text, and the folder where its shards will be."""
+
+    source: Source
+    folder: Path
+    options: PrepareConfig
+
+
+def look_up(data: DataConfig, progress: Progress) -> TokenData | Unprepared:
+    """What `data.path` names, without preparing it: tokens, or text whose shards are not there yet."""
+    path = Path(data.path).expanduser()
     if holds_shards(path):
         shards = TokenData.open(path)
         _check_agreement(data, shards)
@@ -55,8 +73,10 @@ def ensure_prepared(data: DataConfig, show_progress: bool = True) -> TokenData:
     cache = Path(data.cache).expanduser()
     found = open_source(data.path, data.text_field, cache / "recipes", progress)
     wanted = json.dumps([VERSION, found.fingerprint, _decisive(options)], sort_keys=True)
-    name = f"{readable_name(data.path)}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"
-    return _prepare(found, cache / name, options, progress)
+    folder = cache / f"{readable_name(data.path)}-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"
+    if (existing := _existing(found, folder, options)) is not None:
+        return existing
+    return Unprepared(found, folder, options)
 
 
 def _check_agreement(data: DataConfig, shards: TokenData) -> None:

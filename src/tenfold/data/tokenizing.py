@@ -26,6 +26,7 @@ from tenfold.errors import TenfoldError
 TOKENIZER = "tokenizer.json"
 JOURNAL_TOKENS = 16 * 1024 * 1024
 """After this many tokens what is written goes to the disk and into the journal: at most so many are done twice."""
+_LEAST_VOCABULARY = 257
 _BYTES_PER_TOKEN_AT_LEAST = 2.5
 """For the estimate of disk space; English on 8,192 entries has 3 to 4."""
 
@@ -79,6 +80,11 @@ def _begin(source: Source, folder: Path, options: PrepareConfig, key: str, progr
         end_of_text(tokenizer, path)  # its fault is told before any work
         write_file(folder / TOKENIZER, path.read_bytes())
         return Journal(key=key, held_out_below=first_bound(options.validation_fraction))
+    if options.vocab_size < _LEAST_VOCABULARY:
+        raise TenfoldError(
+            f"vocab_size = {options.vocab_size}, but a byte-level BPE has {_LEAST_VOCABULARY} entries at least: one "
+            "for each byte, and the end of a text"
+        )
     with progress.phase("reading", source.text_bytes) as advance:
         seen = survey(source.parts, options.dedup, advance)
     if not seen.tally.documents:
