@@ -65,7 +65,8 @@ def test_token_files_of_others(corpus: Path, capsys: pytest.CaptureFixture[str])
     assert "nanoGPT's or llm.c's .bin, read in place, uint16" in out
     assert "not known (data.tokenizer names one)" in out
     assert "1  0 1 2 3" in out
-    assert "5 6 7" in inspected(capsys, "train.bin", "--cache", "cache", "--end-of-text", "4")
+    flags = ["--cache", "cache", "--end-of-text", "4", "--validation-fraction", "0"]
+    assert "2  5 6 7" in inspected(capsys, "train.bin", *flags)
 
 
 def test_the_data_of_a_run_file(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
