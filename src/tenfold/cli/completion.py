@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from tenfold.config.load import inner_model
 from tenfold.config.presets import PRESETS
-from tenfold.config.run import PrepareConfig, RunConfig
+from tenfold.config.run import DataConfig, PrepareConfig, RunConfig
 
 DESCRIPTION = """Print a script that completes commands, flags, choices and files in a shell.
 
@@ -70,6 +70,10 @@ _RUN_FLAGS = [
     Flag("--resume", "go on from the newest whole checkpoint", "switch"),
     Flag("--dry-run", "print what every stage weighs and costs, and exit", "switch"),
 ]
+_INSPECT_FLAGS = [
+    Flag("--documents", "how many of the first documents are shown", "value"),
+    Flag("--json", "print the figures as one JSON object", "switch"),
+]
 _FILES = {"path", "cache", "tokenizer"}  # keys of the run file that name files or folders
 
 
@@ -79,6 +83,9 @@ def _flags(command: str) -> Iterator[Flag]:
         yield from _of_section(RunConfig, "--")
     elif command == "prepare":
         yield from _of_section(PrepareConfig, "--")
+    elif command == "inspect":
+        yield from _INSPECT_FLAGS
+        yield from _of_section(DataConfig, "--")
     else:
         yield from _of_dataclass(importlib.import_module(f"tenfold.cli.{command}"))
 
