@@ -76,6 +76,23 @@ def test_the_data_of_a_run_file(corpus: Path, capsys: pytest.CaptureFixture[str]
         main(["inspect", "run.toml", "--data.no-such-key", "3"])
 
 
+def test_a_mixture_is_shown_by_stage_and_source(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.arange(200, dtype=np.uint16).tofile("b.bin")
+    Path("run.toml").write_text(
+        '[data]\ntext_field = "body"\ncache = "cache"\n'
+        '[[data.mixture]]\nname = "one"\npath = "a.jsonl"\nweight = 3\n'
+        '[[data.mixture]]\nname = "two"\npath = "b.bin"\n'
+        '[[stages]]\nname = "first"\nuntil = "50%"\n'
+        '[[stages]]\nname = "second"\nmixture = {two = 1}\n'
+    )
+    out = inspected(capsys, "run.toml")
+    shares = [line.split()[1:3] for line in out.splitlines() if line.startswith(("one ", "two "))]
+    assert shares == [["75.0%", "0.0%"], ["25.0%", "100.0%"]]
+    assert "-- one ---" in out
+    assert "a.jsonl: text, not prepared" in out
+    assert "nanoGPT's" in out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from tenfold.config.load import build, load_run, parse_flags
-from tenfold.config.run import DataConfig
+from tenfold.config.run import DataConfig, RunConfig
 from tenfold.errors import TenfoldError
 
 USAGE = """usage: tenfold inspect DATA [--documents N] [--json] [flags]
@@ -44,15 +43,32 @@ def main(argv: list[str]) -> int:
     if arguments.documents < 0:
         raise TenfoldError(f"--documents {arguments.documents}: give 0 or more")
     if arguments.data.endswith(".toml"):
-        data = load_run(Path(arguments.data), flags, "tenfold inspect RUN.toml").data
+        run = load_run(Path(arguments.data), flags, "tenfold inspect RUN.toml")
+        data = run.data
+        if data.mixture:
+            _mixture(run, arguments.documents, arguments.json)
+            return 0
     else:
         told = dict(parse_flags(DataConfig(), flags, prog))
         data = build(DataConfig, told | {"path": arguments.data}, "flags")
-    _inspect([data], arguments.documents, arguments.json)
+    _inspect(data, arguments.documents, arguments.json)
     return 0
 
 
-def _inspect(sections: Sequence[DataConfig], documents: int, as_plain: bool) -> None:
+def _mixture(run: RunConfig, documents: int, as_plain: bool) -> None:
+    """The weights of all sources stage by stage, then each source by itself."""
+    from tenfold.data.mixture import section_of
+    from tenfold.reporting.contents import mixture_lines
+
+    if not as_plain:
+        print("\n".join(mixture_lines(run)))
+    for source in run.data.mixture:
+        if not as_plain:
+            print(f"\n{f'-- {source.name} ':-<80}")
+        _inspect(section_of(run.data, source), documents, as_plain)
+
+
+def _inspect(data: DataConfig, documents: int, as_plain: bool) -> None:
     from tenfold.data.inspection import TextFacts, TokenFacts, as_json, inspect_text, inspect_tokens
     from tenfold.data.prepare import look_up
     from tenfold.data.progress import Progress
@@ -60,18 +76,17 @@ def _inspect(sections: Sequence[DataConfig], documents: int, as_plain: bool) -> 
     from tenfold.reporting.contents import text_lines, token_lines
 
     progress, console = Progress(show=True), Console(highlight=False, soft_wrap=True, markup=False)
-    for data in sections:
-        found = look_up(data, progress)
-        facts: TokenFacts | TextFacts
-        with progress.phase("reading") as advance:
-            if isinstance(found, TokenData):
-                facts = inspect_tokens(found, documents, advance)
-            else:
-                facts = inspect_text(found.source.parts, documents, advance)
-        if as_plain:
-            print(json.dumps({"path": data.path} | as_json(facts), ensure_ascii=False))
-            continue
-        width = min(console.width, 80)
-        lines = token_lines(facts, width) if isinstance(facts, TokenFacts) else text_lines(data.path, facts, width)
-        for line in lines:
-            console.print(line)
+    found = look_up(data, progress)
+    facts: TokenFacts | TextFacts
+    with progress.phase("reading") as advance:
+        if isinstance(found, TokenData):
+            facts = inspect_tokens(found, documents, advance)
+        else:
+            facts = inspect_text(found.source.parts, documents, advance)
+    if as_plain:
+        print(json.dumps({"path": data.path} | as_json(facts), ensure_ascii=False))
+        return
+    width = min(console.width, 80)
+    lines = token_lines(facts, width) if isinstance(facts, TokenFacts) else text_lines(data.path, facts, width)
+    for line in lines:
+        console.print(line)

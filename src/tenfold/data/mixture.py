@@ -132,15 +132,22 @@ def data_as_prepared(data: DataConfig, opened: TrainingData) -> DataConfig:
     return data.model_copy(update=agreed)
 
 
-def _prepared(data: DataConfig, source: SourceConfig, show_progress: bool) -> TokenData:
-    # What stands at its default is no wish: sources of a mixture may have been prepared differently.
+def section_of(data: DataConfig, source: SourceConfig) -> DataConfig:
+    """The section as it would be if the source stood in it alone.
+
+    What stands at its default is no wish: sources of a mixture may have been prepared differently.
+    """
     wishes = {
         key: getattr(data, key)
         for key, field in DataConfig.model_fields.items()
         if key not in ("path", "mixture") and getattr(data, key) != field.default
     }
+    return DataConfig(**wishes, path=source.path)
+
+
+def _prepared(data: DataConfig, source: SourceConfig, show_progress: bool) -> TokenData:
     try:
-        return ensure_prepared(DataConfig(**wishes, path=source.path), show_progress)
+        return ensure_prepared(section_of(data, source), show_progress)
     except TenfoldError as error:
         raise TenfoldError(f"data.mixture, {source.name}: {error}") from None
 

@@ -76,7 +76,12 @@ class HeldOut:
     def _mean(self, values: Mapping[str, float]) -> float:
         return sum(self.weights[name] * value for name, value in values.items())
 
-    def _bits_per_byte(self, losses: Mapping[str, float]) -> float:
-        """Bits of the mixture's tokens over the bytes of text that they stand for."""
-        bytes_a_token = {name: part.split.text_bytes / part.split.tokens for name, part in self.sources.items()}
+    def _bits_per_byte(self, losses: Mapping[str, float]) -> float | None:
+        """Bits of the mixture's tokens over the bytes of text that they stand for; None where these are not known."""
+        splits = {name: part.split for name, part in self.sources.items()}
+        bytes_a_token = {
+            name: split.text_bytes / split.tokens for name, split in splits.items() if split.text_bytes is not None
+        }
+        if len(bytes_a_token) < len(splits):
+            return None
         return self._mean(losses) / math.log(2) / self._mean(bytes_a_token)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len, chop_cells
 
+from tenfold.config.run import RunConfig
 from tenfold.data.inspection import Lengths, TextFacts, TokenFacts
 from tenfold.reporting.format import format_bytes, format_share
 
@@ -81,6 +82,22 @@ def text_lines(name: str, facts: TextFacts, width: int) -> Iterator[str]:
         yield from _lengths(lengths, "bytes", width)
         yield ""
         yield from _first(facts.first, "first documents", width)
+
+
+def mixture_lines(run: RunConfig) -> Iterator[str]:
+    """The share of each source in every stage."""
+    sources = run.data.mixture
+    weights = {source.name: source.weight for source in sources}
+    rows = [["source", *(stage.name for stage in run.stages), "path"]]
+    columns = []
+    for stage in run.stages:
+        weights = stage.mixture if stage.mixture is not None else weights
+        columns.append([weights.get(source.name, 0.0) / sum(weights.values()) for source in sources])
+    for number, source in enumerate(sources):
+        rows.append([source.name, *(format_share(column[number]) for column in columns), source.path])
+    yield f"a mixture of {len(sources)} sources; their shares of the tokens, by stage:"
+    yield ""
+    yield from _table(rows)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
