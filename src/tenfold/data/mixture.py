@@ -113,8 +113,9 @@ def open_data(data: DataConfig, show_progress: bool = True) -> TrainingData:
         else:
             texts.append(source)
     if texts and data.tokenizer is None:
-        known = [part for part in parts.values() if part.index.tokenizer is not None]
-        made = known[0].path / known[0].index.tokenizer.file if known else _common_tokenizer(data, texts, progress)
+        entries = [(part.path, part.index.tokenizer) for part in parts.values()]
+        known = [path / entry.file for path, entry in entries if entry is not None]
+        made = known[0] if known else _common_tokenizer(data, texts, progress)
         data = data.model_copy(update={"tokenizer": str(made)})
     for source in texts:
         parts[source.name] = _prepared(data, source, show_progress)
