@@ -118,3 +118,22 @@ def test_the_dry_run_table_has_a_row_for_each_stage(example: SimpleNamespace) ->
     ]
     assert rows[1].split() == ["pseudo", "all", "15.2M", "–", "4.39M", "7.34M", "48.23M", "240", "3.93M"]
     assert rows[2].split() == ["real", "none", "15.2M", "–", "15.2M", "7.34M", "48.23M", "360", "5.9M"]
+
+
+def test_sources_and_lengths_are_told_as_they_change() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    display = Display(1000, console=console)
+    stage = {"name": "a", "sharing": "all", "sequence_lengths": [64, 128, 256]}
+    with display:
+        display.event({"event": "start", "stages": [stage]})
+        for step, length in ((1, 64), (2, 64), (3, 128)):
+            display.event({"event": "step", "step": step, "stage": "a", "tokens": step, "sequence_length": length})
+        display.event(
+            {"event": "validation", "step": 3, "validation_loss": 2.5, "source_losses": {"web": 3.0, "code": 2.0}}
+        )
+    console.print(closing_table({"stages": [], "epochs": {"web": 0.7, "code": 3.1}}, []))
+    shown = console.file.getvalue()
+    assert "tokens in sequences of 64 to 256" in shown
+    assert shown.count("sequences of 128 tokens, 64 before") == 1
+    assert "validation loss 2.5000, web 3.0000, code 2.0000" in shown
+    assert "read: web 0.70 epochs, code 3.10 epochs" in shown

@@ -104,6 +104,8 @@ class Display:
                 more = "" if bits is None else f", {format_number(bits)} bits per byte"
                 if (accuracy := event.get("masked_accuracy")) is not None:
                     more = f", {format_share(accuracy)} of masked tokens right"
+                for name, of_source in (event.get("source_losses") or {}).items():
+                    more += f", {name} {format_number(of_source, '.4f')}"
                 self.note(f"step {event.get('step')}: validation loss {loss}{more}")
             case "delink":
                 self._change_stage(event.get("stage_to", ""))
@@ -125,6 +127,9 @@ class Display:
 
     def _take_step(self, event: dict[str, Any]) -> None:
         self._change_stage(event.get("stage", ""))
+        length, before = event.get("sequence_length"), self._step.get("sequence_length")
+        if length is not None and before is not None and length != before:
+            self.note(f"step {event.get('step')}: sequences of {length:,} tokens, {before:,} before")
         self._step, self._seen = event, time.monotonic()
         if event.get("tokens_per_second"):
             self._rates.append(event["tokens_per_second"])
@@ -179,8 +184,11 @@ class Display:
         head = Table.grid(expand=True)
         head.add_column()
         head.add_column(justify="right")
+        length = step.get("sequence_length")
+        lengths = f"  sequences of {length:,}" if stage.get("sequence_lengths") and length else ""
+        pattern = format_pattern(stage.get("sharing"))
         head.add_row(
-            Text.assemble(place, (self._stage, "bold cyan"), f"  shares {format_pattern(stage.get('sharing'))}"),
+            Text.assemble(place, (self._stage, "bold cyan"), f"  shares {pattern}{lengths}"),
             Text(f"{format_count(stage.get('stored_parameters'))} parameters stored"),
         )
         bar = Table.grid(expand=True, padding=(0, 1))
@@ -218,6 +226,9 @@ def _describe(stage: dict[str, Any]) -> str:
     counts = (stage.get("stored_parameters"), stage.get("total_parameters"), stage.get("steps"), stage.get("tokens"))
     stored, total, steps, tokens = (format_count(count) for count in counts)
     pattern = format_pattern(stage.get("sharing"))
+    lengths = stage.get("sequence_lengths") or []
+    in_sequences = f" in sequences of {' to '.join(f'{length:,}' for length in lengths[:1] + lengths[1:][-1:])}"
     return (
         f"{stage.get('name')}, shares {pattern}, {stored} of {total} parameters stored, {steps} steps, {tokens} tokens"
+        f"{in_sequences if lengths else ''}"
     )

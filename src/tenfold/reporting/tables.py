@@ -68,6 +68,10 @@ def closing_table(
         losses = (f"{name} loss {format_number(end_event[f'{name}_loss'], '.4f')}" for name in counted)
         tokens = format_count(end_event.get("counted_tokens"))
         lines.append(f"for comparison: {', '.join(losses)}, counted on the same {tokens} tokens")
+    if len(epochs := end_event.get("epochs") or {}) > 1:
+        lines.append(
+            "read: " + ", ".join(f"{name} {format_number(times, '.2f')} epochs" for name, times in epochs.items())
+        )
     for delink in delinks:
         names = f"{delink.get('stage_from')} -> {delink.get('stage_to')}"
         lines.append(f"delinking {names} at step {delink.get('step')}: logits {format_logits(delink)}")
