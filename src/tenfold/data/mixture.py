@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from tenfold.data.token_files import find_token_files
 from tenfold.data.tokenizing import train_tokenizer
 from tenfold.data.writing import write_file
 from tenfold.errors import TenfoldError
+
+_SAMPLED_AT_MOST = 4
+"""How often a small source may be repeated in what a common tokenizer is trained on."""
 
 
 class TrainingData:
@@ -74,6 +78,12 @@ class TrainingData:
 
     def _check_tokenizers(self) -> None:
         (first, wanted), *others = ((name, part.index.tokenizer) for name, part in self.parts.items())
+        for name, part in self.parts.items():
+            if (end := part.end_of_text) != self.parts[first].end_of_text:
+                raise TenfoldError(
+                    f"data.mixture: documents of {name} end in id {end}, those of {first} in "
+                    f"{self.parts[first].end_of_text}; sources are mixed only when they end in the same"
+                )
         for name, entry in others:
             if wanted is None or entry is None:
                 unknown = first if wanted is None else name
@@ -180,17 +190,21 @@ def _common_tokenizer(data: DataConfig, sources: Sequence[SourceConfig], progres
 def _weighted_sample(
     opened: Sequence[Source], weights: Sequence[float], data: DataConfig, progress: Progress
 ) -> list[str]:
-    """Texts of each source that are trained on, their bytes in the proportion of the weights, as many as there are."""
+    """Texts of each source that are trained on, their bytes in the proportion of the weights.
+
+    As many as are needed to take the largest source once; a small one is taken up to `_SAMPLED_AT_MOST` times.
+    """
     samples = []
     for source in opened:
         with progress.phase(f"reading {source.name}", source.text_bytes) as advance:
             samples.append(_trained_on(survey(source.parts, data.dedup, advance), data.validation_fraction))
     sizes = [sum(len(text.encode()) for text in texts) for texts in samples]
-    each = min(SAMPLE_BYTES / sum(weights), *(size / weight for size, weight in zip(sizes, weights, strict=True)))
+    by_weight = [size / weight for size, weight in zip(sizes, weights, strict=True) if size] or [0.0]
+    each = min(SAMPLE_BYTES / sum(weights), max(by_weight), _SAMPLED_AT_MOST * min(by_weight))
     chosen = []
     for texts, weight in zip(samples, weights, strict=True):
         left = each * weight
-        for text in texts:
+        for text in itertools.cycle(texts):
             if left <= 0:
                 break
             chosen.append(text)
