@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tenfold.reporting.format import format_bytes, format_count, format_pattern, format_seconds, format_share
+from tenfold.reporting.format import (
+    format_bytes,
+    format_co2,
+    format_count,
+    format_energy_source,
+    format_joules,
+    format_measure,
+    format_pattern,
+    format_seconds,
+    format_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +86,30 @@ def test_patterns(pattern: object, text: str) -> None:
 def test_shares() -> None:
     assert format_share(0.4137) == "41.4%"
     assert format_share(None) == "–"
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"),
+    [(0, "0 J"), (0.0142, "14.2 mJ"), (65, "65 J"), (17_100, "17.1 kJ"), (4.2e9, "4.2 GJ"), (None, "–")],
+)
+def test_joules(joules: float | None, text: str) -> None:
+    assert format_joules(joules) == text
+
+
+@pytest.mark.parametrize(
+    ("kilograms", "text"), [(0.00181, "1.81 g"), (2.5, "2.5 kg"), (5200, "5.2 t"), (None, "–"), (0, "0 g")]
+)
+def test_co2(kilograms: float | None, text: str) -> None:
+    assert format_co2(kilograms) == text
+
+
+def test_an_estimate_is_called_one_and_a_meter_by_its_name() -> None:
+    assert "estimate" in format_energy_source("estimate")
+    assert all("measured" in format_energy_source(source) for source in ("nvml", "rapl", "nvml+rapl", "nvml, rapl"))
+    assert format_energy_source(None) == "–"
+
+
+def test_measures_of_evaluations() -> None:
+    assert format_measure("accuracy", 0.4137) == "41.4%"
+    assert format_measure("perplexity", 88.523) == "88.52"
+    assert format_measure("words", 12_000) == "12k"

@@ -17,6 +17,7 @@ from tenfold.reporting.format import (
     format_co2,
     format_count,
     format_joules,
+    format_measure,
     format_number,
     format_pattern,
     format_seconds,
@@ -82,8 +83,8 @@ def _results(runs: Runs) -> list[list[str]]:
         ("bits per byte", lambda run: format_number(_validation(run, "bits_per_byte"), ".3f")),
         ("energy", lambda run: format_joules(run.last.get("joules"))),
         ("energy a token", lambda run: format_joules(_per(run, "joules", "tokens"))),
-        ("energy by", lambda run: str(_newest(run, "energy_source") or MISSING)),
-        ("CO2", lambda run: format_co2(_newest(run, "co2_kg"))),
+        ("energy by", lambda run: str(run.newest("energy_source") or MISSING)),
+        ("CO2", lambda run: format_co2(run.newest("co2_kg"))),
         ("went wrong", lambda run: str(len(wrongs(run)) or "nothing")),
     ]
     rows = [[name, *(measure(history) for _, history in runs)] for name, measure in measures]
@@ -120,10 +121,6 @@ def _validation(run: History, key: str) -> float | None:
 def _perplexity(run: History) -> float | None:
     loss = _validation(run, "validation_loss")
     return None if loss is None else math.exp(min(loss, 700.0))
-
-
-def _newest(run: History, key: str) -> Any:
-    return next((event[key] for event in [run.end or {}, *reversed(run.steps)] if key in event), None)
 
 
 def _differences(runs: Runs) -> str:
@@ -165,8 +162,7 @@ def _evaluations(runs: Runs) -> str:
             for key, value in (event.get("values") or {}).items():
                 if isinstance(value, int | float):
                     what = (str(event.get("name", "")), str(event.get("task", "")), key.replace("_", " "))
-                    shown = format_share(value) if key == "accuracy" else format_number(value, ".4g")
-                    found.setdefault(what, {})[number] = shown
+                    found.setdefault(what, {})[number] = format_measure(key, value)
     rows = [[" ".join(what), *(shown.get(n, MISSING) for n in range(len(runs)))] for what, shown in found.items()]
     if not rows:
         return ""

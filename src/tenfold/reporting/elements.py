@@ -29,7 +29,7 @@ def document(title: str, status: str, kind: str, sections: Iterable[str], source
 
 
 def table(head: list[str] | None, rows: list[list[str]], kind: str = "") -> str:
-    """A table of texts; the first cell of a row is its heading. It scrolls by itself where it is too wide."""
+    """A table of texts; the first cell of a row is its heading."""
     titles = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in head or [])
     top = f"<thead><tr>{titles}</tr></thead>" if head else ""
     body = "".join(

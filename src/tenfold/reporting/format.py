@@ -98,6 +98,13 @@ def format_share(value: float | None) -> str:
     return format_number(value, ".1%")
 
 
+def format_measure(name: str, value: float) -> str:
+    """A value of an evaluation: counts as counts, accuracies as per cent."""
+    if isinstance(value, int):
+        return format_count(value)
+    return format_share(value) if name.endswith("accuracy") else format_number(value, ".4g")
+
+
 def format_pattern(pattern: Any) -> str:
     """A sharing pattern in few signs: "all", "groups=4", "(0,0,1,1)", and for many layers "24 layers, 4 blocks"."""
     if pattern is None:

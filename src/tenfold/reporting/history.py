@@ -78,6 +78,10 @@ class History:
         """The latest event that tells how far the run is."""
         return self.end or max([*self.steps[-1:], *self.validations[-1:]], key=lambda event: event["step"])
 
+    def newest(self, key: str) -> Any:
+        """The newest value of `key`, of the end or else of a step; None where there is none."""
+        return next((event[key] for event in [self.end or {}, *reversed(self.steps)] if key in event), None)
+
     def series(self, key: str, axis: str, validation: bool = False) -> tuple[list[float], list[float]]:
         """The values of `key` against `axis` ("tokens", "seconds" or "step"); null is NaN, which a line leaves open."""
         pairs = [

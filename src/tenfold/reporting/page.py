@@ -19,10 +19,10 @@ from tenfold.reporting.format import (
     format_flops,
     format_joules,
     format_logits,
+    format_measure,
     format_number,
     format_pattern,
     format_seconds,
-    format_share,
 )
 from tenfold.reporting.history import Event, History
 from tenfold.reporting.svg import pick_evenly
@@ -37,7 +37,7 @@ def build_page(history: History, plots: Sequence[tuple[str, Sequence[Plot]]]) ->
         _facts(history),
         _verdict(history),
         "<h2>Stages</h2>" + _stages(history),
-        _comparison(history),
+        _ngrams(history),
         *plot_sections(plots),
         _evaluations(history),
         _samples(history),
@@ -74,11 +74,11 @@ def _facts(history: History) -> str:
         limit = (history.start.get("machine") or {}).get("memory_limit_bytes")
         facts.append(("Most memory", format_bytes(max(memory)), f"of {format_bytes(limit)} allowed" if limit else ""))
     if last.get("joules") is not None:
-        source = format_energy_source(_latest(history, "energy_source"))
+        source = format_energy_source(history.newest("energy_source"))
         facts.append(("Energy", format_joules(last["joules"]), source))
         if last.get("tokens"):
             facts.append(("Energy a token", format_joules(last["joules"] / last["tokens"]), "mean over the run"))
-    co2 = _latest(history, "co2_kg")
+    co2 = history.newest("co2_kg")
     if co2 is not None:
         factor = (history.end or {}).get("carbon_intensity")
         note = (
@@ -90,11 +90,6 @@ def _facts(history: History) -> str:
         for title, value, note in facts
     )
     return f'<dl class="facts">{"".join(boxes)}</dl>'
-
-
-def _latest(history: History, key: str) -> Any:
-    """The newest value of `key`, of the end or else of a step."""
-    return next((event[key] for event in [history.end or {}, *reversed(history.steps)] if key in event), None)
 
 
 def _verdict(history: History) -> str:
@@ -134,7 +129,7 @@ def _stages(history: History) -> str:
     return card(table(head, rows))
 
 
-def _comparison(history: History) -> str:
+def _ngrams(history: History) -> str:
     """The model beside n-gram models of the same text: a loss alone says little."""
     end = history.end or {}
     entries = [(name, end.get(f"{name}_loss")) for name in ("unigram", "bigram")]
@@ -159,16 +154,10 @@ def _evaluations(history: History) -> str:
         values = (event.get("values") or {}).items()
         told = [(key, value) for key, value in values if isinstance(value, int | float)]
         where = [str(event.get("name", "")), str(event.get("task", "")), str(event["step"])]
-        rows += [[*where, key.replace("_", " "), _measure(key, value)] for key, value in told]
+        rows += [[*where, key.replace("_", " "), format_measure(key, value)] for key, value in told]
     if not rows:
         return ""
     return "<h2>Latest evaluations</h2>" + card(table(["text", "task", "step", "measure", "value"], rows, "text"))
-
-
-def _measure(key: str, value: float) -> str:
-    if isinstance(value, int):
-        return format_count(value)
-    return format_share(value) if key == "accuracy" else format_number(value, ".4g")
 
 
 def _samples(history: History) -> str:

@@ -377,8 +377,9 @@ class Run:
         source = self._some_text
         begin = [] if self.data.end_of_text is None else [self.data.end_of_text]
         prompt = [*begin, *source.split.read(0, min(16, source.split.tokens)).tolist()]
-        tokens = [*prompt[len(begin) :], *generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed)]
-        return self.data.tokenizer().decode(tokens)
+        with torch.compiler.set_stance("force_eager"):  # a text has many lengths, and none is worth compiling for
+            written = list(generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed))
+        return self.data.tokenizer().decode([*prompt[len(begin) :], *written])
 
 
 class _Signals:
