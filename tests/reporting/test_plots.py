@@ -15,7 +15,15 @@ from matplotlib.figure import Figure
 from tenfold.reporting.heatmaps import busiest_expert, each_expert, similarity_maps
 from tenfold.reporting.history import History
 from tenfold.reporting.overlays import drifts_plot, losses_plot
-from tenfold.reporting.plots import accuracy_plot, drift_plot, evaluation_plots, line_plot, loss_plot
+from tenfold.reporting.plots import (
+    accuracy_plot,
+    drift_plot,
+    evaluation_plots,
+    line_plot,
+    loss_plot,
+    mixture_plot,
+    source_losses_plot,
+)
 
 
 @pytest.fixture
@@ -128,3 +136,14 @@ def test_an_encoders_accuracy_is_of_its_validations(history: Callable[..., Histo
     assert accuracy_plot(history()) is None
     told = history(lambda event: event.update(masked_accuracy=0.25) if event["event"] == "validation" else None)
     assert set(line(axes_of(accuracy_plot(told)), "found")[1]) == {0.25}
+
+
+def test_shares_and_losses_of_sources_are_drawn_by_name(history: Callable[..., History]) -> None:
+    axes = axes_of(mixture_plot(history()))
+    assert [line(axes, name)[1][index] for name in ("web", "code") for index in (0, -1)] == [0.7, 0.5, 0.3, 0.5]
+    assert source_losses_plot(history()) is None
+    losses = {"web": 2.0, "code": None}
+    told = history(lambda event: event.update(source_losses=losses) if event["event"] == "validation" else None)
+    axes = axes_of(source_losses_plot(told))
+    assert set(line(axes, "web")[1]) == {2.0}
+    assert [shown.get_label() for shown in axes.get_lines() if not str(shown.get_label()).startswith("_")] == ["web"]

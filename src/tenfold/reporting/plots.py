@@ -22,7 +22,7 @@ from tenfold.reporting.axes import (
 )
 from tenfold.reporting.format import format_bytes, format_count, format_joules, format_share
 from tenfold.reporting.heatmaps import busiest_expert, each_expert, similarity_maps
-from tenfold.reporting.history import History
+from tenfold.reporting.history import Event, History
 from tenfold.reporting.svg import COLOURS, smooth, thin
 
 _MOST_EVALUATIONS = 12  # panels
@@ -72,15 +72,22 @@ def accuracy_plot(history: History) -> Figure | None:
 
 def mixture_plot(history: History) -> Figure | None:
     """The share of each source of the data mixture."""
-    names = list(dict.fromkeys(name for event in history.steps for name in event.get("mixture") or {}))
-    lines = []
-    for name in names[: len(LINE_COLOURS)]:
-        told = [event for event in history.steps if event.get("mixture") and event.get("tokens") is not None]
-        shares = [event["mixture"].get(name, 0.0) for event in told]
-        lines.append(
-            (([event["tokens"] for event in told], [math.nan if s is None else s for s in shares]), name[-24:])
-        )
-    return _lines(history, lines, "share of tokens", format_share)
+    return _lines(history, _by_source(history.steps, "mixture"), "share of tokens", format_share)
+
+
+def source_losses_plot(history: History) -> Figure | None:
+    """The held-out loss of each source of the data mixture."""
+    return _lines(history, _by_source(history.validations, "source_losses"), "loss, nats per token", None)
+
+
+def _by_source(events: list[Event], key: str) -> list[tuple[tuple[list[float], list[float]], str]]:
+    """For each source named in `key` of the events its values against tokens."""
+    told = [event for event in events if event.get(key) and event.get("tokens") is not None]
+    names = list(dict.fromkeys(name for event in told for name in event[key]))
+    return [
+        (([e["tokens"] for e in told], [math.nan if e[key].get(n) is None else e[key][n] for e in told]), n[-24:])
+        for n in names[: len(LINE_COLOURS)]
+    ]
 
 
 def _lines(
@@ -235,6 +242,7 @@ def all_plots(history: History) -> list[tuple[str, list[Plot]]]:
             line({"sequence_length": "tokens"}, "tokens", format_count),
         ),
         single("mixture", "Mixture", "Share of each source in the training data.", of(mixture_plot, history)),
+        single("source-losses", "Each source", "Loss on held-out text of its own.", of(source_losses_plot, history)),
     ]
     experts = [
         single(
