@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenfold.nn.attention import Context
 from tenfold.nn.decoder import Block
-from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, MixtureOfExperts, grouped_linear
+from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, MixtureOfExperts
 
 HIDDEN = 8
 
@@ -124,7 +123,7 @@ def steer(moe, choices):
     "used", [[2, 3, 4, 5, 6, 7], [0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4, 5], [4], [0], [7]],
     ids=["none at the start", "none in the middle", "none at the end", "all on one", "all on first", "all on last"],
 )  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["loop", "grouped_mm"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 def test_experts_without_tokens_change_nothing(make, used, dtype):
     moe = make("swiglu", ffn=8, dtype=dtype)
     steer(moe, [used[i % len(used)] for i in range(HIDDEN)])
@@ -137,41 +136,6 @@ def test_experts_without_tokens_change_nothing(make, used, dtype):
     found = gradients(moe, x, y)
     torch.testing.assert_close(found, gradients(moe, x, expected), rtol=1e-5, atol=1e-5)
     assert all(found["experts.up"][expert].any() == (expert in used) for expert in range(8))
-
-
-@pytest.mark.parametrize("rows", [[3, 0, 2, 4], [0, 5, 4, 0], [0, 0, 9, 0], [9, 0, 0, 0]])
-def test_the_grouped_kernel_equals_a_product_for_each_expert(monkeypatch, rows):
-    calls = []
-    real = F.grouped_mm
-    monkeypatch.setattr(F, "grouped_mm", lambda *args, **named: calls.append(1) or real(*args, **named))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(9, 8, generator=generator, requires_grad=True)
-    weight = torch.randn(4, 8, 12, generator=generator, requires_grad=True)
-    y = grouped_linear(x, weight, torch.tensor(rows))
-    assert calls, "shapes were meant to take the kernel"
-    expert_of_row = [expert for expert, count in enumerate(rows) for _ in range(count)]
-    expected = torch.stack([x[r].double() @ weight[e].double() for r, e in enumerate(expert_of_row)])
-    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
-    factor = torch.randn(9, 12, generator=generator)
-    found = torch.autograd.grad((y * factor).sum(), (x, weight))
-    wanted = torch.autograd.grad((expected * factor).sum(), (x, weight))
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (7, 9)], ids=["kernel", "loop"])
-def test_the_gradient_of_a_plain_sum_over_grouped_products_is_right(shape):
-    x, weight = torch.randn(5, shape[0], requires_grad=True), torch.randn(3, *shape, requires_grad=True)
-    grouped_linear(x, weight, torch.tensor([2, 0, 3])).sum().backward()
-    torch.testing.assert_close(x.grad, weight.detach().sum(2)[[0, 0, 2, 2, 2]])
-    by_expert = torch.stack((x.detach()[:2].sum(0), torch.zeros(shape[0]), x.detach()[2:].sum(0)))
-    torch.testing.assert_close(weight.grad, by_expert[:, :, None].expand_as(weight))
-
-
-@pytest.mark.parametrize("shape", [(8, 9), (7, 8)], ids=["odd output", "odd input"])
-def test_widths_the_kernel_cannot_take_go_by_the_loop(shape):
-    x, weight = torch.randn(5, shape[0]), torch.randn(2, *shape)
-    y = grouped_linear(x, weight, torch.tensor([2, 3]))
-    torch.testing.assert_close(y, torch.cat((x[:2] @ weight[0], x[2:] @ weight[1])))
 
 
 @pytest.mark.parametrize(
@@ -321,7 +285,8 @@ def test_routing_is_in_fp32_when_activations_are_bf16(make):
     x = tokens(1, 4, torch.bfloat16)
     # Two experts of a prototype apart by less than bf16 can tell.
     moe.router.weight.data[1] = moe.router.weight.data[0] * (1 + 1e-5)
-    probabilities, logits, choice = moe.route(x.flatten(0, 1))
+    probabilities, logits = moe.route(x.flatten(0, 1))
+    choice = moe.choose(probabilities)
     expected = x.flatten(0, 1).double() @ moe.router.weight.double().t()
     assert probabilities.dtype == logits.dtype == torch.float32
     torch.testing.assert_close(logits.flatten(1).double(), expected, rtol=1e-6, atol=1e-6)
@@ -386,8 +351,9 @@ def test_recompute_of_ties_uses_the_experts_of_the_forward_pass(tiny_decoder):
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def test_recompute_never_routes_again_even_if_the_router_would_choose_otherwise(tiny_decoder):
-    model = tiny_decoder(recompute=True, moe={"experts": 8, "ffn": 8})
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_recompute_never_routes_again_even_if_the_router_would_choose_otherwise(tiny_decoder, compiled):
+    model = tiny_decoder(recompute=True, layers=1, moe={"experts": 8, "ffn": 8})
     x = torch.arange(12).view(2, 6)
     with torch.no_grad():
         _, statistics = model(x)
@@ -395,8 +361,10 @@ def test_recompute_never_routes_again_even_if_the_router_would_choose_otherwise(
     @torch.no_grad()
     def perturb():
         for block in model.blocks:
-            block.ffn.router.weight.copy_(block.ffn.router.weight.roll(1, 0))
+            block.ffn.router.weight.data.copy_(block.ffn.router.weight.roll(1, 0))
 
+    for block in model.blocks if compiled else ():
+        block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     found = run_model(model, x, perturb)
     for layer, loads in enumerate(statistics[:, LOADS:]):
         used = loads > 0
@@ -406,9 +374,20 @@ def test_recompute_never_routes_again_even_if_the_router_would_choose_otherwise(
         assert torch.equal(gradient.flatten(1).any(1), used), "the backward pass used other experts than the forward"
 
 
-def test_with_recompute_topk_runs_once_for_each_layer_and_step(tiny_decoder):
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_blocks_give_the_gradients_of_plain_ones(tiny_decoder, recompute):
+    x = torch.arange(12).view(2, 6)
+    model = tiny_decoder(recompute=recompute, layers=1, moe={**MOE, "bias_rate": 0.1, "shared_experts": 1})
+    plain = run_model(model, x)
+    for block in model.blocks:
+        block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    torch.testing.assert_close(run_model(model, x), plain, rtol=1e-5, atol=1e-5)
+
+
+def test_with_recompute_experts_are_chosen_once_for_each_layer_and_step(tiny_decoder):
     model = tiny_decoder(recompute=True, moe=MOE)
     with Calls() as calls:
         run_model(model, torch.arange(12).view(2, 6))
-    assert calls.counts["topk"] == 4
-    assert calls.counts["silu"] == 8  # the rest did run twice
+    assert calls.counts["tenfold::choose"] == 4
+    assert calls.counts["tenfold::experts"] == 8  # the rest did run twice

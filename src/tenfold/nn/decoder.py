@@ -36,29 +36,35 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The layer's output, and its statistics (see `nn.moe`; empty for a dense layer)."""
         if self.recompute and torch.is_grad_enabled():
-            keep: dict[str, Any] = {"context_fn": _keep_routing} if isinstance(self.ffn, MixtureOfExperts) else {}
-            out: tuple[Tensor, Tensor] = checkpoint(self._compute, x_BTD, context, use_reentrant=False, **keep)
+            # The compiler keeps the decision by a rule on the operator that makes it. Without it that rule would have
+            # to look at every operation: there a list, passed to both runs, is filled by the first.
+            compiling = torch.compiler.is_compiling()
+            keep: dict[str, Any] = {"context_fn": _keep_routing} if compiling else {}
+            decision: list[Tensor] | None = None if compiling else []
+            out: tuple[Tensor, Tensor] = checkpoint(
+                self._compute, x_BTD, context, decision, use_reentrant=False, **keep
+            )
             return out
         return self._compute(x_BTD, context)
 
-    def _compute(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+    def _compute(self, x_BTD: Tensor, context: Context, decision: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         if self.post_norm:
             x_BTD = self.attention_norm(x_BTD + self.attention(x_BTD, context))
-            y_BTD, statistics = self._feed_forward(x_BTD)
+            y_BTD, statistics = self._feed_forward(x_BTD, decision)
             return self.ffn_norm(x_BTD + y_BTD), statistics
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), context)
-        y_BTD, statistics = self._feed_forward(self.ffn_norm(x_BTD))
+        y_BTD, statistics = self._feed_forward(self.ffn_norm(x_BTD), decision)
         return x_BTD + y_BTD, statistics
 
-    def _feed_forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def _feed_forward(self, x_BTD: Tensor, decision: list[Tensor] | None) -> tuple[Tensor, Tensor]:
         if isinstance(self.ffn, MixtureOfExperts):
-            y_BTD, statistics = self.ffn(x_BTD)
+            y_BTD, statistics = self.ffn(x_BTD, decision)
             return y_BTD, statistics
         return self.ffn(x_BTD), x_BTD.new_empty(0, dtype=torch.float32)
 
 
 def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = operation is torch.ops.aten.topk.default
+    kept = operation is torch.ops.tenfold.choose.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
