@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 
@@ -38,6 +39,9 @@ tenfold COMMAND --help tells more of one."""
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    # Large tensors on huge pages (PyTorch asks at its first): gradients are fresh in every step, and a fault for each
+    # 4 KiB of them can cost more than the product that makes them.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())))
         return 0

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tenfold.nn.products import product_dtype
+
 PIECE_ROWS = 1024
 
 
@@ -114,11 +116,13 @@ def feed_forward_rows(
 
     `rows_E` (int64) tells how many of the rows, from the first, belong to expert 0, to expert 1, and so on; experts
     may have none. Result [R, D] in the dtype of x. Of what is computed on the way only the products up are kept for
-    the backward pass.
+    the backward pass. On a CPU without a bf16 unit bf16 rows are multiplied by the fp32 weights as they are: to round
+    those first, as a unit would, is a pass over every expert's.
     """
-    weights = (None if gate_EDF is None else gate_EDF.to(x_RD.dtype), up_EDF.to(x_RD.dtype), down_EFD.to(x_RD.dtype))
-    out: Tensor = _FeedForwardRows.apply(x_RD, gates_R, *weights, rows_E)
-    return out
+    dtype = product_dtype(x_RD)
+    gate, up, down = (None if each is None else each.to(dtype) for each in (gate_EDF, up_EDF, down_EFD))
+    out: Tensor = _FeedForwardRows.apply(x_RD.to(dtype), gates_R, gate, up, down, rows_E)
+    return out.to(x_RD.dtype)
 
 
 class _FeedForwardRows(torch.autograd.Function):
