@@ -85,7 +85,7 @@ class TrainingConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile every layer: slow first step, faster ones after.")
     recompute: bool = Field(False, description="Keep only each layer's input for backward and compute the rest again.")
-    loss_chunk: int = Field(2048, gt=0, description="Tokens whose logits exist at once in the loss.")
+    loss_chunk: int = Field(512, gt=0, description="Tokens whose logits exist at once in the loss.")
     log_every: int = Field(10, gt=0, description="Steps between lines of metrics.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0 is at stage ends only.")
     validation_sequences: int = Field(64, gt=0, description="Held-out sequences read at a validation, at most.")

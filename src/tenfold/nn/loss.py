@@ -73,7 +73,7 @@ def cross_entropy_sum(
     weight_VD: Tensor,
     targets: Tensor,
     vocab_size: int,
-    chunk: int = 2048,
+    chunk: int = 512,
     bias_V: Tensor | None = None,
 ) -> Tensor:
     """The sum (never a mean) over tokens of -log p(target), a scalar in fp32 or wider.
