@@ -1,11 +1,11 @@
 """Tokens a second and memory of a dense training step, in Tenfold and in its peers from PyPI.
 
 Every system trains the same Llama-shaped models on random tokens, forward, backward, clipping and AdamW, in an
-environment of its own under --environments (made if missing: some 6 GB), each in its settings with one process of
-two threads or two processes of one. Runs alternate, --rounds times. The first step of a run is not counted; a run
-goes on for --seconds, and one whose first step takes longer than --limit seconds is told as slower than that. All
-results are kept in --out, and a table of what is there is printed; the last lines are the ratios of Tenfold to the
-best peer.
+environment of its own under --environments (made if missing: some 6 GB), each in its settings, with one process of
+two threads or two processes of one (--threads in all). Runs alternate, --rounds times. The first step of a run is not
+counted; a run goes on for --seconds, and one whose first step takes longer than --limit seconds is told as slower
+than that. All results are kept in --out, and a table of what is there is printed; the last lines are the ratios of
+Tenfold to the best peer. Memory is the peak of all processes together, the libraries' pages counted once.
 
     python benchmarks/throughput.py                                   # everything: an hour or two
     python benchmarks/throughput.py --sizes 10M --shapes 8x256 --precisions fp32 --seconds 15
@@ -53,7 +53,6 @@ SETTINGS: list[tuple[str, str, int]] = [
     ("olmo", "plain", 2),
     ("torchtitan", "plain", 1),
 ]
-THREADS = 2
 
 
 def environment(name: str, folder: Path) -> Path:
@@ -135,7 +134,7 @@ def run_once(python: Path, job: dict[str, Any], limit: float) -> dict[str, Any]:
         timer.cancel()
         late.cancel()
         messages = [errors.read_text(errors="replace").strip().splitlines() for _, errors in outputs]
-    steps = [fact["seconds"] for fact in facts if "seconds" in fact]
+    steps = [fact["seconds"] for fact in facts if "step" in fact and fact["rank"] == 0]
     result: dict[str, Any] = {**job, "steps_seconds": steps}
     peaks = [fact for fact in facts if "peak" in fact]
     if len(peaks) == world:  # the libraries' pages are the same memory for all processes
@@ -148,12 +147,18 @@ def run_once(python: Path, job: dict[str, Any], limit: float) -> dict[str, Any]:
             last = [next((line for line in reversed(lines) if "Error" in line), "") for lines in messages]
             result["error"] = next(filter(None, last), "ended without a step")[:300]
     else:
-        result["tokens_per_second"] = job["batch"] * job["length"] / statistics.median(steps[1:])
+        tokens = job["batch"] * job["length"]
+        result["tokens_per_second"] = tokens / statistics.median(steps[1:])
+        worked = [
+            statistics.median(fact["cpu_seconds"] for fact in facts if fact.get("step") and fact["rank"] == rank)
+            for rank in range(world)
+        ]
+        result["tokens_per_cpu_second"] = tokens / sum(worked)
     return result
 
 
-def summary(results: list[dict[str, Any]]) -> tuple[Table, list[str]]:
-    """The table of all results, and the lines of ratios."""
+def summary(results: list[dict[str, Any]], rate: str) -> tuple[Table, list[str]]:
+    """The table of all results, and the lines of ratios, by the figure named `rate`."""
     table = Table("case", "system", "setting", "tokens/s", "of Tenfold", "peak MB", box=None)
     lines = []
     keys = dict.fromkeys((r["size"], f"{r['batch']}x{r['length']}", r["precision"]) for r in results)
@@ -168,12 +173,12 @@ def summary(results: list[dict[str, Any]]) -> tuple[Table, list[str]]:
         medians = {
             key: statistics.median(found)
             for key, runs in rates.items()
-            if (found := [r["tokens_per_second"] for r in runs if "tokens_per_second" in r])
+            if (found := [r[rate] for r in runs if rate in r])
         }
         ours = medians.get(("tenfold", "plain", 1))
         for key, runs in rates.items():
             system, setting, processes = key
-            how = f"{setting}, {processes} x {THREADS // processes}"
+            how = f"{setting}, {processes} x {runs[0]['threads']}"
             peaks = [r["peak_bytes"] for r in runs if "peak_bytes" in r]
             peak = f"{statistics.median(peaks) / 1e6:,.0f}" if peaks else ""
             if key in medians:
@@ -211,6 +216,13 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--systems", nargs="+", default=["tenfold", *PINS], choices=["tenfold", *PINS])
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2], choices=[1, 2])
+    parser.add_argument("--threads", type=int, default=2, help="of all processes of a run together")
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="cpu: compare tokens per second of processor time, for a machine that others use too, with --threads 1",
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of measured steps in a run")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a first step may take")
     parser.add_argument("--rounds", type=int, default=2)
@@ -225,25 +237,31 @@ def main() -> None:
                 for precision in arguments.precisions:
                     batch, length = map(int, shape.split("x"))
                     for system, setting, processes in SETTINGS:
-                        if system not in pythons or processes not in arguments.processes:
+                        if (
+                            system not in pythons
+                            or processes not in arguments.processes
+                            or processes > arguments.threads
+                        ):
                             continue
                         if setting == "pure" and precision == "fp32":
                             continue
                         job = {
                             "size": size, "batch": batch, "length": length, "precision": precision, "system": system,
-                            "setting": setting, "processes": processes, "threads": THREADS // processes,
+                            "setting": setting, "processes": processes, "threads": arguments.threads // processes,
                             "seconds": arguments.seconds, "steps": 200,
                         }  # fmt: skip
                         result = run_once(pythons[system], job, arguments.limit)
                         results.append(result)
                         arguments.out.write_text(json.dumps(results, indent=1))
                         told = {
-                            key: result[key] for key in ("tokens_per_second", "slower_than", "error") if key in result
+                            key: result[key]
+                            for key in ("tokens_per_second", "tokens_per_cpu_second", "slower_than", "error")
+                            if key in result
                         }
                         console.print(
                             f"{size} {shape} {precision} {system} {setting} x{processes}: {told}", highlight=False
                         )
-    table, lines = summary(results)
+    table, lines = summary(results, {"wall": "tokens_per_second", "cpu": "tokens_per_cpu_second"}[arguments.clock])
     console.print(table)
     failed = dict.fromkeys(
         f"{r['system']} ({r['setting']}, {r['processes']}): {r['error']}" for r in results if "error" in r

@@ -36,16 +36,15 @@ class Clock:
     """Counts steps and says when to stop. The first step is warm-up; every step is told at once on standard output."""
 
     def __init__(self) -> None:
-        self.steps, self.measured, self.began = 0, 0.0, 0.0
+        self.steps, self.measured, self.began, self.worked = 0, 0.0, 0.0, 0.0
 
     def begin(self) -> None:
-        self.began = time.perf_counter()
+        self.began, self.worked = time.perf_counter(), time.process_time()
 
     def end(self, loss: float | None = None) -> bool:
         """A step is over; whether it was the last. All processes agree on that."""
         took = time.perf_counter() - self.began
-        if RANK == 0:
-            tell(step=self.steps, seconds=took, loss=loss)
+        tell(rank=RANK, step=self.steps, seconds=took, cpu_seconds=time.process_time() - self.worked, loss=loss)
         self.measured += took if self.steps else 0.0
         self.steps += 1
         over = self.steps > JOB["steps"] or (self.steps > 1 and self.measured >= JOB["seconds"])
