@@ -39,8 +39,7 @@ def resolve(
     """The configuration with everything decided that was left open: vocabulary, mask, positions, precision, paths.
 
     `vocab_size`, `tokenizer_mask` (the id of its mask token, if it has one) and `end_of_text` (needed where documents
-    are masked) are the tokenizer's. Raises TenfoldError
-    when the tokens do not fit the model's vocabulary.
+    are masked) are the tokenizer's. Raises TenfoldError when the tokens do not fit the model's vocabulary.
     """
     model, data = with_vocabulary(config.model, vocab_size, tokenizer_mask), config.data
     paths: dict[str, Any] = {

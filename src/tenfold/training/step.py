@@ -42,9 +42,9 @@ def train_step(
     """Train on `batch_BS` [samples, sequence_length + 1] (int64) and return what was measured.
 
     `first_sample` is the index, in the run, of the batch's first sample: masks hang on it. Each sample is cut into
-    `pieces` sequences of equal length. The loss is the sum over
-    predicted tokens divided by their count in the whole batch, however it is cut into
-    micro-batches. Raises TenfoldError, with weights and optimizer untouched, when loss or gradient is not finite.
+    `pieces` sequences of equal length. The loss is the sum over predicted tokens divided by their count in the whole
+    batch, however it is cut into micro-batches. Raises TenfoldError, with weights and optimizer untouched, when loss or
+    gradient is not finite.
     """
     training, moe = config.training, config.model.moe
     if pieces > 1:
