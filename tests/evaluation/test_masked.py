@@ -16,7 +16,6 @@ from tenfold.data.prepare import prepare
 from tenfold.data.sampling import PackedSequences
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.generation import generate
-from tenfold.evaluation.loss import held_out_loss
 from tenfold.evaluation.masked import fill_masks, masked_loss, masked_unigram_loss
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.objective import HELD_OUT, make_example
@@ -48,7 +47,6 @@ def test_loss_and_accuracy_are_means_over_masked_tokens(
     found = masked_loss(model, sequences, 7, batch_size, chunk)
     assert found.loss == pytest.approx(sum(losses) / len(losses))
     assert found.accuracy == hits / len(losses)
-    assert held_out_loss(model, sequences, 7, batch_size, chunk) == pytest.approx(found.loss)
 
 
 def test_the_unigram_model_is_counted_on_training_text_and_asked_at_the_masks(

@@ -15,6 +15,7 @@ COMMANDS = {
     "prepare": "make token shards of a text",
     "inspect": "show what data holds",
     "train": "pretrain a model from a run file",
+    "eval": "measure a trained model on a text",
     "generate": "let a trained model write",
     "report": "make one HTML page of a run",
     "doctor": "tell what this machine is, and what will hurt",
@@ -31,6 +32,7 @@ examples:
   tenfold train examples/demo.toml --out runs/demo
   tenfold train run.toml --optim.lr 3e-4 --dry-run
   tenfold train run.toml --out runs/big --resume
+  tenfold eval runs/demo wiki.test.raw --task strided
   tenfold generate runs/demo --prompt "def read(self):"
 
 tenfold COMMAND --help tells more of one."""

@@ -174,6 +174,39 @@ class StageConfig(Section):
     rewarm: int = Field(0, ge=0, description="Steps over which the rate rises again when this stage begins.")
 
 
+class EvaluationOptions(Section):
+    """What is asked about a text, and how it is read."""
+
+    task: Literal["loss", "strided", "cloze"] = Field(
+        "loss",
+        description="loss (windows end to end, as in training), strided (windows overlap: more context for each "
+        "token) or cloze (the last word of each passage: LAMBADA).",
+    )
+    limit: OptionalCount = Field(None, gt=0, description="Tokens, or passages of cloze, at most; unset: all.")
+    stride: int = Field(0, ge=0, description="Tokens each window of strided moves on; 0 is half the window.")
+    text_field: str = Field("text", description="The field of a JSONL record, or the column, that holds the text.")
+    joined: bool = Field(
+        False,
+        description="The documents are one text, as lines in rows are (WikiText's Parquet form); a single plain file "
+        "always is one.",
+    )
+    split: Literal["validation", "train"] = Field("validation", description="The split of prepared shards to read.")
+    passages: Literal["auto", "documents", "lines", "paragraphs"] = Field(
+        "auto",
+        description="Passages of cloze; auto: documents (records and rows), or of plain text its paragraphs where it "
+        "has blank lines, else its lines.",
+    )
+    min_words: int = Field(2, ge=2, description="Passages of fewer words are left out of cloze.")
+
+
+class EvaluationConfig(EvaluationOptions):
+    """Text that the model is asked about while it trains, besides the held-out split; see docs/evaluation.md."""
+
+    name: str = Field(min_length=1, description="What it is called in metrics and plots.")
+    data: str = Field(min_length=1, description="Text or prepared shards, as for data.path.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 is at stage ends only.")
+
+
 class RunConfig(Section):
     """One training run."""
 
@@ -184,6 +217,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     energy: EnergyConfig = EnergyConfig()
     stages: list[StageConfig] = Field([StageConfig()], min_length=1, description="Stages in order.")
+    evaluations: list[EvaluationConfig] = Field([], description="What the model is asked besides.")
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
@@ -198,6 +232,23 @@ class RunConfig(Section):
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages need different names; these are {', '.join(names)}")
+        asked = [(evaluation.name, evaluation.task) for evaluation in self.evaluations]
+        if len(set(asked)) < len(asked):
+            raise ValueError(
+                "evaluations of one task need different names; these are "
+                + ", ".join(f"{name} ({task})" for name, task in asked)
+            )
+        for number, evaluation in enumerate(self.evaluations):
+            if self.model.objective == "masked" and evaluation.task != "loss":
+                raise ValueError(
+                    f"evaluations.{number}.task = {evaluation.task!r} asks what comes next, and model.objective = "
+                    '"masked" trains an encoder: it can be asked for "loss" alone'
+                )
+            if evaluation.stride > self.data.sequence_length:
+                raise ValueError(
+                    f"evaluations.{number}.stride = {evaluation.stride} is more than the window, "
+                    f"data.sequence_length = {self.data.sequence_length}: tokens between would not count"
+                )
         for number, stage in enumerate(self.stages):
             size, micro = stage.batch_size or self.training.batch_size, self.training.micro_batch_size
             if micro and size % micro:

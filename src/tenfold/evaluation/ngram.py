@@ -25,7 +25,7 @@ class NgramLosses:
 def ngram_losses(
     train: PackedSequences | MixedSequences, samples: int, validation: PackedSequences, limit: int, vocab_size: int
 ) -> NgramLosses:
-    """Count the first `samples` training sequences, at most an epoch of them, and predict what `held_out_loss` reads.
+    """Count the first `samples` training sequences, at most an epoch, and predict what a validation of `limit` reads.
 
     Counted are the very targets the model trained on, each with the token before it; at most 50 million. Unigram:
     (c(b) + 1) / (N + V). Bigram, smoothed towards it: (c(ab) + s * unigram(b)) / (c(a) + s), with the s that does best
@@ -42,8 +42,9 @@ def ngram_losses(
         coded[first : first + len(rows)] = rows[:, :-1] * vocab_size + rows[:, 1:]
     pairs, pair_counts = np.unique(coded, return_counts=True)
 
-    held_out = validation.batch(0, min(limit, len(validation)))
-    before, target = held_out[:, :-1].ravel(), held_out[:, 1:].ravel()
+    row = validation.split
+    held_out = row.read(0, min(limit * validation.sequence_length + 1, row.tokens)).astype(np.int64)
+    before, target = held_out[:-1], held_out[1:]
     unigram = (counts + 1) / (coded.size + vocab_size)
     wanted = before * vocab_size + target
     place = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)

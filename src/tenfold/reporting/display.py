@@ -107,6 +107,13 @@ class Display:
                 for name, of_source in (event.get("source_losses") or {}).items():
                     more += f", {name} {format_number(of_source, '.4f')}"
                 self.note(f"step {event.get('step')}: validation loss {loss}{more}")
+            case "evaluation":
+                values = ", ".join(
+                    f"{key.replace('_', ' ')} {format_number(value, '.4g')}"
+                    for key, value in (event.get("values") or {}).items()
+                    if isinstance(value, float) or value is None
+                )
+                self.note(f"step {event.get('step')}: {event.get('name')} ({event.get('task')}): {values}")
             case "delink":
                 self._change_stage(event.get("stage_to", ""))
                 stored = f"{format_count(event.get('stored_before'))} -> {format_count(event.get('stored_after'))}"

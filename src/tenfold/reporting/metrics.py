@@ -49,6 +49,10 @@ class MetricsWriter:
         self._file.flush()
         if event.get("event") in ("step", "validation"):
             self._scalars(event)
+        if event.get("event") == "evaluation":
+            for key, value in event["values"].items():
+                if value is not None:
+                    self._board.add_scalar(f"evaluation/{event['name']}/{event['task']}/{key}", value, event["step"])
 
     def _scalars(self, event: dict[str, Any]) -> None:
         group = "training" if event["event"] == "step" else "validation"

@@ -22,13 +22,15 @@ from tenfold.checkpoint.store import (
     retire_checkpoints,
     save_checkpoint,
 )
-from tenfold.config.run import RunConfig
+from tenfold.config.run import EvaluationConfig, RunConfig
 from tenfold.data.mixing import Phase
 from tenfold.data.mixture import TrainingData
+from tenfold.data.progress import Progress
 from tenfold.data.sampling import PackedSequences
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.generation import generate
 from tenfold.evaluation.held_out import HeldOut
+from tenfold.evaluation.sets import EvaluationSet, TextTokenizer, evaluate, read_set
 from tenfold.hardware.carbon import grid_of
 from tenfold.hardware.device import describe_machine, matrix_rate
 from tenfold.hardware.memory import memory_used_bytes
@@ -88,6 +90,7 @@ class Run:
         self.train = data.training(length, seed, phases)
         held_out = data.held_out(length, self.remark)
         self.validation = HeldOut(held_out, config.data, config.training) if held_out else None
+        self.asked = self._read_evaluations()
         tell_epochs(self.train, phases[-1].last, self.note, self.remark)
         self.rate = matrix_rate(device, DTYPES[config.training.precision])
         self.energy = Ledger(grid_of(config.energy))
@@ -199,6 +202,7 @@ class Run:
         if every and place.step % every == 0 and not last:  # a stage's end is validated by `_finish`
             self._validate(stage)
             self._observe(stage)
+        self._ask(stage, lambda asked: asked.every > 0 and place.step % asked.every == 0 and not last)
         if config.checkpoint.every and place.step % config.checkpoint.every == 0 and not last:
             self._save(stage)
 
@@ -242,10 +246,38 @@ class Run:
         loss: float = told["validation_loss"]
         return loss
 
+    def _read_evaluations(self) -> list[tuple[EvaluationConfig, EvaluationSet]]:
+        config = self.config
+        if not config.evaluations:
+            return []
+        if self.data.tokenizer_file is None:
+            raise TenfoldError(
+                "evaluations need the tokenizer that the training data was made with, and it is not known: name it as "
+                "data.tokenizer"
+            )
+        tokenizer = TextTokenizer.of(self.data.tokenizer_file)
+        recipes, window = Path(config.data.cache) / "recipes", config.data.sequence_length
+        return [
+            (asked, read_set(asked.data, asked, tokenizer, window, recipes, Progress(True)))
+            for asked in config.evaluations
+        ]
+
+    def _ask(self, stage: Stage, due: Callable[[EvaluationConfig], bool]) -> None:
+        """The evaluations of the run file that are due."""
+        training = self.config.training
+        for asked, subject in self.asked:
+            if due(asked):
+                values = evaluate(
+                    self.model, subject, training.micro_batch_size or stage.batch_size, training.loss_chunk
+                )
+                where = {"event": "evaluation", **self._where(stage)}
+                self.emit({**where, "name": asked.name, "task": asked.task, "values": values})
+
     def _finish(self, stage: Stage, described: dict[str, Any]) -> None:
         """The end of a stage: validate, note its closing numbers, save. The next stage begins from this checkpoint."""
         place = self.place
         loss = self._validate(stage)
+        self._ask(stage, lambda asked: True)
         self._observe(stage)
         place.finished.append(
             {

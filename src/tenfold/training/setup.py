@@ -53,6 +53,7 @@ def resolve(
         raise TenfoldError(
             "data.document_mask = true needs to know which id ends a document: set data.end_of_text, or data.tokenizer"
         )
+    evaluations = [asked.model_copy(update={"data": _absolute(asked.data)}) for asked in config.evaluations]
     precision = config.training.precision
     if precision == "auto":
         faster = matrix_rate(device, torch.bfloat16) > matrix_rate(device, torch.float32)
@@ -66,13 +67,14 @@ def resolve(
                 }
             ),
             "data": data.model_copy(update=paths),
+            "evaluations": evaluations,
             "training": config.training.model_copy(update={"precision": precision}),
         }
     )
 
 
 def _absolute(path: str) -> str:
-    return path if path == "python-stdlib" or path.startswith("recipe:") else str(Path(path).absolute())
+    return path if path == "python-stdlib" or path.startswith("recipe:") else str(Path(path).expanduser().absolute())
 
 
 def with_vocabulary(model: ModelConfig, vocab_size: int, tokenizer_mask: int | None) -> ModelConfig:
@@ -176,8 +178,9 @@ def check_memory(described: list[dict[str, Any]], optimizer: str, device: torch.
             )
 
 
-def load_model(run: Path, step: int | None, device: torch.device) -> Decoder:
-    """The model of a run directory's checkpoint of `step` (None: the newest whole one), as it was trained."""
+def find_checkpoint(run: Path, step: int | None) -> Path:
+    """The checkpoint of `step` in a run directory (None: the newest whole one), or a TenfoldError that tells which
+    there are."""
     folder = run / "checkpoints"
     if not folder.is_dir():
         raise TenfoldError(f"{run} holds no checkpoints: it is no run directory, or the run was not saved yet")
@@ -188,6 +191,12 @@ def load_model(run: Path, step: int | None, device: torch.device) -> Decoder:
             f"{folder} holds no whole checkpoint{'' if step is None else f' of step {step}'}: "
             f"there are {steps or 'none'}"
         )
+    return path
+
+
+def load_model(run: Path, step: int | None, device: torch.device) -> Decoder:
+    """The model of a run directory's checkpoint (`find_checkpoint`), as it was trained."""
+    path = find_checkpoint(run, step)
     manifest, weights, _ = load_checkpoint(path)
     config = build(ModelConfig, manifest["model"], str(path / "manifest.json"))
     segments = Pattern(manifest["pattern"]).segments()
