@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 from tenfold.config.load import inner_model
 from tenfold.config.presets import PRESETS
-from tenfold.config.run import DataConfig, PrepareConfig, RunConfig
+from tenfold.config.run import DataConfig, EvaluationOptions, PrepareConfig, RunConfig
 
 DESCRIPTION = """Print a script that completes commands, flags, choices and files in a shell.
 
@@ -74,7 +74,7 @@ _INSPECT_FLAGS = [
     Flag("--documents", "how many of the first documents are shown", "value"),
     Flag("--json", "print the figures as one JSON object", "switch"),
 ]
-_FILES = {"path", "cache", "tokenizer"}  # keys of the run file that name files or folders
+_FILES = {"path", "cache", "tokenizer", "data"}  # keys of the run file that name files or folders
 
 
 def _flags(command: str) -> Iterator[Flag]:
@@ -86,6 +86,9 @@ def _flags(command: str) -> Iterator[Flag]:
     elif command == "inspect":
         yield from _INSPECT_FLAGS
         yield from _of_section(DataConfig, "--")
+    elif command == "eval":
+        yield from _of_dataclass(importlib.import_module("tenfold.cli.eval"))
+        yield from _of_section(EvaluationOptions, "--")
     else:
         yield from _of_dataclass(importlib.import_module(f"tenfold.cli.{command}"))
 

@@ -167,8 +167,9 @@ def _nearest(path: str, model: type[BaseModel]) -> str:
         best = next(name for name in known if name.rpartition(".")[2] == near_leaf[0])
     if not best:
         return f"; the keys here are {', '.join(model.model_fields)}" if len(parts) == 1 else ""
-    if numbers and best.startswith("stages."):
-        best = best.replace("stages.", f"stages.{numbers[0]}.", 1)
+    head, _, rest = best.partition(".")
+    if numbers and inner_model(model.model_fields[head].annotation)[1]:
+        best = f"{head}.{numbers[0]}.{rest}"
     return f"; did you mean `{best}`?"
 
 
