@@ -65,6 +65,10 @@ class TextRow:
         """Tokens start .. stop - 1."""
         return self.ids[start:stop]
 
+    def rows(self, starts: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+        """`length` tokens from each of `starts` on: int64 [starts, length]."""
+        return self.ids[starts[:, None] + np.arange(length)].astype(np.int64)
+
 
 @dataclass(frozen=True)
 class EvaluationSet:
