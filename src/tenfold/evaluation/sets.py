@@ -163,8 +163,9 @@ def evaluate(
     values: dict[str, float | int] = {
         "loss": loss.mean,
         "perplexity": perplexity(loss.mean),
-        "bits_per_byte": bits_per_byte(loss.mean, subject.row),
     }
+    if (bits := bits_per_byte(loss.mean, subject.row)) is not None:
+        values["bits_per_byte"] = bits
     if subject.words_per_token:
         values["word_perplexity"] = perplexity(loss.mean / subject.words_per_token)
         values["words"] = round(loss.tokens * subject.words_per_token)
