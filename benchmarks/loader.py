@@ -1,8 +1,9 @@
 """Speed of the loader: tokens a second from `batch()`, in one process, in random order over memory-mapped shards.
 
 Shards of random tokens (uint16) are written to a temporary folder. Every batch shape is read for `--seconds`, three
-times in turn; the median counts. Then one sample at places all over the run is asked for, each by a reader of its own,
-as a resumption does. The last line is the slower shape's rate.
+times in turn; the median counts. Beside it stands the rate by the processor time of this process alone, which company
+on the machine does not lower as much. Then one sample at places all over the run is asked for, each by a reader of its
+own, as a resumption does. The last line is the slower shape's rate.
 
     python benchmarks/loader.py [--gigabytes 1.5] [--seconds 3]
 """
@@ -45,14 +46,15 @@ def write_shards(folder: Path, gigabytes: float) -> TokenSplit:
     return TokenSplit(folder, "train", "uint16", shards)
 
 
-def rate(sequences: PackedSequences, batch: int, seconds: float) -> float:
-    """Tokens a second."""
-    began, sample = time.perf_counter(), 0
+def rate(sequences: PackedSequences, batch: int, seconds: float) -> tuple[float, float]:
+    """Tokens a second, and a second of processor time."""
+    began, began_process, sample = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < seconds:
         for _ in range(20):
             sequences.batch(sample, batch)
             sample += batch
-    return sample * sequences.sequence_length / (time.perf_counter() - began)
+    tokens = sample * sequences.sequence_length
+    return tokens / (time.perf_counter() - began), tokens / (time.process_time() - began_process)
 
 
 def seek_seconds(split: TokenSplit, length: int) -> list[float]:
@@ -74,15 +76,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         split = write_shards(Path(folder), arguments.gigabytes)
         readers = {(batch, length): PackedSequences(split, length, 1) for batch, length in SHAPES}
-        found: dict[tuple[int, int], list[float]] = {shape: [] for shape in SHAPES}
+        found: dict[tuple[int, int], list[tuple[float, float]]] = {shape: [] for shape in SHAPES}
         for _ in range(3):
             for (batch, length), sequences in readers.items():
                 found[batch, length].append(rate(sequences, batch, arguments.seconds))
+        medians = {}
         for (batch, length), rates in found.items():
-            print(f"batch {batch} x {length}: {statistics.median(rates):,.0f} tokens/s")
+            medians[batch, length], by_process = (statistics.median(kind) for kind in zip(*rates, strict=True))
+            told = f"{medians[batch, length]:,.0f} tokens/s ({by_process:,.0f} by processor time)"
+            print(f"batch {batch} x {length}: {told}")
         taken = seek_seconds(split, SHAPES[0][1])
         print(f"one sample anywhere: {statistics.median(taken) * 1e3:.3f} ms, at most {max(taken) * 1e3:.3f} ms")
-        print(f"tokens/s: {min(statistics.median(rates) for rates in found.values()):,.0f}")
+        print(f"tokens/s: {min(medians.values()):,.0f}")
 
 
 if __name__ == "__main__":
