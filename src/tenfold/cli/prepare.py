@@ -13,15 +13,19 @@ from tenfold.errors import TenfoldError
 
 _USAGE = f"""usage: tenfold prepare SOURCE OUT [flags]
 
-SOURCE  a file or folder of text (.txt .md .rst .py .jsonl, also .gz or .zst),
+SOURCE  a file or folder of text (.txt .md .rst .py .jsonl, also .gz or .zst;
+        .parquet .arrow; a dataset saved by `datasets`; docs/data.md),
         python-stdlib, or recipe:NAME, where NAME is one of
         {", ".join(RECIPES)}
 OUT     a new folder for the token shards
 
 examples:
   tenfold prepare python-stdlib data/python --vocab-size 4096
-  tenfold prepare corpus/ data/corpus --validation-fraction 2%
-  tenfold prepare wiki.jsonl.zst data/wiki --text-field body --tokenizer tokenizer.json
+  tenfold prepare corpus/ data/corpus --validation-fraction 2% --dedup
+  tenfold prepare fineweb/ data/fineweb --tokenizer tokenizer.json
+  tenfold prepare wiki.jsonl.zst data/wiki --text-field body
+
+A preparation that was stopped goes on when the same command is given again.
 """
 
 
