@@ -107,11 +107,10 @@ def test_mistakes_are_one_message(
 ) -> None:
     assert main(["inspect", *words]) == 2
     err = capsys.readouterr().err
-    assert message in err
+    assert message in " ".join(err.split())
     assert "Traceback" not in err
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["inspect", "--help"])
+    assert main(["inspect", "--help"]) == 0
     assert "tenfold inspect data/corpus" in capsys.readouterr().out
