@@ -3,9 +3,9 @@
 Shards of random tokens (uint16) are written to a temporary folder. Every batch shape is read for `--seconds`, three
 times in turn; the median counts. Beside it stands the rate by the processor time of this process alone, which company
 on the machine does not lower as much. Then one sample at places all over the run is asked for, each by a reader of its
-own, as a resumption does. The last line is the slower shape's rate.
+own, as a resumption does. The last line is the slower shape's rate. With `--sources` N > 1 it is a mixture of N sources of equal weight.
 
-    python benchmarks/loader.py [--gigabytes 1.5] [--seconds 3]
+    python benchmarks/loader.py [--gigabytes 1.5] [--seconds 3] [--sources 1]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tenfold.data.mixing import MixedSequences, Phase
 from tenfold.data.sampling import PackedSequences
 from tenfold.data.shards import ShardEntry, TokenSplit
 
@@ -46,7 +47,7 @@ def write_shards(folder: Path, gigabytes: float) -> TokenSplit:
     return TokenSplit(folder, "train", "uint16", shards)
 
 
-def rate(sequences: PackedSequences, batch: int, seconds: float) -> tuple[float, float]:
+def rate(sequences: PackedSequences | MixedSequences, batch: int, seconds: float) -> tuple[float, float]:
     """Tokens a second, and a second of processor time."""
     began, began_process, sample = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < seconds:
@@ -72,10 +73,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.5)
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--sources", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         split = write_shards(Path(folder), arguments.gigabytes)
-        readers = {(batch, length): PackedSequences(split, length, 1) for batch, length in SHAPES}
+        weights = (1.0,) * arguments.sources
+        readers = {}
+        for batch, length in SHAPES:
+            sources = {str(number): PackedSequences(split, length, 1 + number) for number in range(len(weights))}
+            readers[batch, length] = MixedSequences(sources, [Phase(0, 10**12, weights)], 1)
         found: dict[tuple[int, int], list[tuple[float, float]]] = {shape: [] for shape in SHAPES}
         for _ in range(3):
             for (batch, length), sequences in readers.items():
