@@ -3,7 +3,8 @@
 Shards of random tokens (uint16) are written to a temporary folder. Every batch shape is read for `--seconds`, three
 times in turn; the median counts. Beside it stands the rate by the processor time of this process alone, which company
 on the machine does not lower as much. Then one sample at places all over the run is asked for, each by a reader of its
-own, as a resumption does. The last line is the slower shape's rate. With `--sources` N > 1 it is a mixture of N sources of equal weight.
+own, as a resumption does. With `--sources` N it is a mixture of N sources of equal weight. The last line is the slower
+shape's rate.
 
     python benchmarks/loader.py [--gigabytes 1.5] [--seconds 3] [--sources 1]
 """
