@@ -25,7 +25,7 @@ def document_digest(text: bytes) -> bytes:
 class SeenDocuments:
     """The digests of all documents so far.
 
-    Memory is about 23 bytes a document and a few MiB besides: sorted arrays of 16 bytes a document, and a set of the
+    Memory is about 23 bytes a document and some 30 MB besides: sorted arrays of 16 bytes a document, and a set of the
     newest (at most a thirty-second of all, at some 200 bytes each) that is merged into the arrays when it is full. The
     arrays grow in place and are merged block by block from their ends, so that merging needs no second copy.
     """
