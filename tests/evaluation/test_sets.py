@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -14,8 +15,7 @@ import pytest
 from tenfold.config.run import EvaluationOptions, PrepareConfig
 from tenfold.data.prepare import prepare
 from tenfold.data.progress import Progress
-from tenfold.data.shards import sha256_of
-from tenfold.data.vocabulary import for_documents, load_tokenizer, train_bpe
+from tenfold.data.vocabulary import for_documents, train_bpe
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.cloze import read_passages
 from tenfold.evaluation.sets import EvaluationSet, TextTokenizer, evaluate, read_set
@@ -40,7 +40,7 @@ LAMBADA = [
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     train_bpe([WIKITEXT, *LAMBADA] * 2, 300).save(str(file))
-    return TextTokenizer(load_tokenizer(file), sha256_of(file), 0)
+    return TextTokenizer.of(file)
 
 
 def reading(data: Path, tokenizer: TextTokenizer, window: int = 16, **options: Any) -> EvaluationSet:
@@ -109,7 +109,7 @@ def shards(tmp_path: Path, tokenizer: TextTokenizer) -> Path:
 
 
 def test_shards_give_a_split_its_words_and_its_passages(shards: Path, tokenizer: TextTokenizer) -> None:
-    same = TextTokenizer(tokenizer.tokenizer, sha256_of(shards / "tokenizer.json"), 0)
+    same = TextTokenizer.of(shards / "tokenizer.json")
     for split in ("train", "validation"):
         found = reading(shards, same, split=split)
         text = text_of(found, tokenizer).replace("<|endoftext|>", "\n")
@@ -118,7 +118,17 @@ def test_shards_give_a_split_its_words_and_its_passages(shards: Path, tokenizer:
         passages = reading(shards, same, split=split, task="cloze").passages
         assert len(passages) == 2 * text.count("nine")
     with pytest.raises(TenfoldError, match="another tokenizer than the run's"):
-        reading(shards, TextTokenizer(tokenizer.tokenizer, "other", 0))
+        reading(shards, TextTokenizer(tokenizer.tokenizer, "other", 0, tokenizer.file))
+
+
+def test_token_files_of_other_programs_are_read_whole(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    ids = [token for text in LAMBADA for token in [*tokenizer.tokenizer.encode(text).ids, 0]]
+    np.array(ids, dtype="<u2").tofile(tmp_path / "tokens.bin")  # nanoGPT's form
+    found = reading(tmp_path / "tokens.bin", tokenizer)
+    assert found.row is not None
+    assert found.row.read(0, found.row.tokens).tolist() == ids
+    passages = reading(tmp_path / "tokens.bin", tokenizer, task="cloze").passages
+    assert passages == tuple(read_passages(LAMBADA, tokenizer.tokenizer, 0, 2))
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,16 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from tenfold.config.run import EvaluationOptions
+from tenfold.config.run import DataConfig, EvaluationOptions
 from tenfold.data.arrow import COLUMN_SUFFIXES
+from tenfold.data.inplace import open_in_place
 from tenfold.data.progress import Progress
 from tenfold.data.reading import RECORD_SUFFIXES, plain_suffix
 from tenfold.data.sampling import PackedSequences
 from tenfold.data.saved import is_saved_dataset
 from tenfold.data.shards import TokenData, TokenSplit, holds_shards, sha256_of
 from tenfold.data.sources import open_source
+from tenfold.data.token_files import find_token_files
 from tenfold.data.vocabulary import end_of_text, load_tokenizer
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.cloze import Passage, cloze, cut_passages, read_passages
@@ -38,12 +40,13 @@ class TextTokenizer:
     tokenizer: Tokenizer
     sha256: str
     end_of_text: int
+    file: Path
 
     @classmethod
     def of(cls, file: Path) -> TextTokenizer:
         """The tokenizer of a tokenizer.json."""
         tokenizer = load_tokenizer(file)
-        return cls(tokenizer, sha256_of(file), end_of_text(tokenizer, file))
+        return cls(tokenizer, sha256_of(file), end_of_text(tokenizer, file), file)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,14 @@ def read_set(
                 "itself, or prepare it with --tokenizer RUN/tokenizer.json"
             )
         return _split_set(shards.split(options.split), options, tokenizer, window)
+    if (token_files := find_token_files(path)) is not None:
+        # They do not say what made them: that it was the run's tokenizer is the user's word, as in training.
+        fraction = 1.0 if options.split == "validation" else 0.0  # all of them, where their names do not split them
+        told = DataConfig(
+            path=data, cache=str(recipes.parent), tokenizer=str(tokenizer.file), validation_fraction=fraction
+        )
+        tokens = open_in_place(told, *token_files, progress)
+        return _split_set(tokens.split(options.split), options, tokenizer, window)
     if options.task == "cloze":
         kind = options.passages
         if kind == "auto" and _holds_records(path):
