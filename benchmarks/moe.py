@@ -31,7 +31,6 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages, for every cont
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from tenfold.config.model import ModelConfig
@@ -208,26 +207,20 @@ def main() -> None:
         if tokens % min(SEQUENCE, tokens):
             parser.error(f"--tokens {tokens}: take multiples of {SEQUENCE}, or fewer than that")
 
-    console = Console(width=130)
+    console = Console(width=130, highlight=False)
     if not mixtral_blocks(16, 16, 2, 1, torch.float32):
         console.print("mixtral: skipped, transformers cannot be imported (pip install transformers)")
-    columns = ["experts", "prototypes", "tokens", "dense, ms", "layer, ms", "overhead", "without products"]
-    table = Table(*columns, "of padded", "of mixtral", box=None)
+    columns = ("experts", "prototypes", "tokens", "dense, ms", "layer, ms", "overhead", "without products")
+    console.print("  ".join((*columns, "of padded", "of mixtral")))
     found: list[tuple[int, int, int, dict[str, float]]] = []
     for experts, prototypes, tokens in shapes(options):
-        console.print(f"[dim]{experts} experts, {prototypes} prototypes, {tokens} tokens ...", end="\r")
         found.append((experts, prototypes, tokens, measure(experts, prototypes, tokens, options)))
         dense, layer, products, padded, mixtral = _figures(found[-1][3])
-        table.add_row(
-            *(str(each) for each in (experts, prototypes, tokens)),
-            f"{dense * 1e3:.1f}",
-            f"{layer * 1e3:.1f}",
-            f"{layer / dense - 1:+.0%}",
-            f"{(layer - products) / dense:+.0%}",
-            f"{layer / padded:.2f}",
-            f"{layer / mixtral:.2f}" if mixtral else "-",
+        console.print(
+            f"{experts:7}  {prototypes:10}  {tokens:6}  {dense * 1e3:9.1f}  {layer * 1e3:9.1f}  "
+            f"{layer / dense - 1:+8.0%}  {(layer - products) / dense:+16.0%}  {layer / padded:9.2f}  "
+            + (f"{layer / mixtral:10.2f}" if mixtral else "         -")
         )
-    console.print(table)
     large = [(each, _figures(each[3])) for each in found if each[2] >= 4096]
     if large:
         console.print("at 4,096 tokens and more:")
