@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).absolute().parent
 TORCH = ["torch==2.13.0", "numpy<3"]  # first, so that no peer brings a build with CUDA
 PINS: dict[str, list[str]] = {
     "hf": ["transformers==5.24.0", "accelerate==1.15.0"],
@@ -59,7 +59,7 @@ def environment(name: str, folder: Path) -> Path:
     """The Python of a peer's environment, made and filled if it is not there as pinned."""
     if name == "tenfold":
         return Path(sys.executable)
-    root, pins = folder / name, "\n".join(TORCH + PINS[name])
+    root, pins = folder.absolute() / name, "\n".join(TORCH + PINS[name])
     python, marker = root / "bin" / "python", root / "pins.txt"
     if not marker.is_file() or marker.read_text() != pins:
         print(f"making the environment of {name} in {root} ...", flush=True)
@@ -209,8 +209,12 @@ def closing(lines: list[str]) -> str:
 def main() -> None:
     """Run what was asked for, keep it, print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--environments", type=Path, default=Path("peers"), help="folder of the peers' environments")
-    parser.add_argument("--out", type=Path, default=Path("throughput.json"), help="results, added to if it exists")
+    parser.add_argument(
+        "--environments", type=Path, default=Path("build/peers"), help="folder of the peers' environments"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/throughput.json"), help="results, added to if it exists"
+    )
     parser.add_argument("--sizes", nargs="+", default=["10M", "60M"], choices=["10M", "60M"])
     parser.add_argument("--shapes", nargs="+", default=["8x256", "4x1024"], help="sequences x tokens")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
@@ -229,6 +233,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="run nothing; print what --out holds")
     arguments = parser.parse_args()
     results: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     console = Console(width=110)
     pythons = {} if arguments.table else {name: environment(name, arguments.environments) for name in arguments.systems}
     for _ in range(0 if arguments.table else arguments.rounds):
