@@ -115,7 +115,7 @@ def _of_dataclass(module: types.ModuleType) -> Iterator[Flag]:
     ]
     if not found:
         for name, text in re.findall(r"^(--[\w-]+)  +(.+)$", module.USAGE, re.MULTILINE):
-            yield Flag(name, text, "value")
+            yield Flag(name, text, "switch" if name == "--json" else "value")
         return
     arguments: Any = found[0]
     helps, hints = _docstrings(arguments), typing.get_type_hints(arguments)
