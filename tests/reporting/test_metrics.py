@@ -76,6 +76,14 @@ def test_resume_at_the_end_takes_the_end_out(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [step(10)]
 
 
+def test_resume_at_a_stage_end_drops_the_delinking_that_is_done_again(tmp_path: Path) -> None:
+    validation, delink = {"event": "validation", "step": 20}, {"event": "delink", "step": 20}
+    similarity, note = {"event": "similarity", "step": 20}, {"event": "note", "step": 20, "text": "x"}
+    write(tmp_path, [step(20), similarity, validation, delink, similarity, note, step(21)])
+    write(tmp_path, [], resume_step=20)
+    assert read_metrics(tmp_path) == [step(20), similarity, validation, note]
+
+
 def test_resume_forgets_a_half_written_line(tmp_path: Path) -> None:
     write(tmp_path, [step(10)])
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -123,10 +123,14 @@ def _trim(path: Path, resume_step: int) -> dict[str, Any] | None:
         return None
     idle, events = max(0.0, time.time() - path.stat().st_mtime), _parse(path)
     reached = max([resume_step, *(event["step"] for event in events if event.get("event") == "step")])
+    # A stage's end is saved before the delinking that follows at the same step, which is then done again.
+    undone = [event.get("event") == "delink" and event["step"] >= resume_step for event in events]
+    end = undone.index(True) if True in undone else len(events)
     kept = [
         event
-        for event in events
-        if event.get("event") in _KEPT or (event.get("step", 0) <= resume_step and event.get("event") != "end")
+        for number, event in enumerate(events)
+        if event.get("event") in ("start", *_KEPT)
+        or (number < end and event.get("step", 0) <= resume_step and event.get("event") != "end")
     ]
     text = "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept)
     write_atomically(path, text)
