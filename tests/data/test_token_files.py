@@ -210,6 +210,7 @@ def test_a_numpy_file_with_a_damaged_header_or_cut_short_is_named(tmp_path: Path
     ("form", "tokens", "keys", "message"),
     [
         ("<I", [300, 5000, 7, 20, 100_000, 9, 40_000, 3] * 64, {}, r'set data\.dtype = "uint32"'),
+        ("<I", [300, 5000, 7, 20, 1000, 9, 4000, 3] * 64, {}, r'set data\.dtype = "uint32"'),
         ("<H", [1, 2, 3], {"dtype": "uint32"}, r"6 bytes, no multiple of the 4 of uint32"),
         ("<H", [1, 5000, 3], {"vocab_size": 5000}, r"a\.npy holds token id 5000 at token 1, but data\.vocab_size has"),
         ("<H", [500, 9000, 20, 900] * 5, {"dtype": "uint32"}, r"holds token id \d+ at token 0, but no vocabulary is"),

@@ -219,10 +219,12 @@ def _raw(path: Path, told: str | None, split: SplitName | None) -> TokenFile:
 def _looks_wider(ids: npt.NDArray[np.generic]) -> bool:
     """Whether ids read as uint16 are the halves of uint32 ones: upper halves of next to nothing, lower ones of a lot.
 
-    A vocabulary that needs uint32 has more than 65,536 entries, so that its lower halves lie all over uint16.
+    A vocabulary that needs uint32 has more than 65,536 entries, so that its lower halves lie all over uint16. One that
+    does not need it has upper halves of nothing at all.
     """
     lower, upper = ids[0::2], ids[1::2]
-    return len(upper) >= 256 and int(upper.max()) < 64 and int(lower.max()) >= 2**14
+    least = 2**14 if upper.any() else 1
+    return len(upper) >= 256 and int(upper.max()) < 64 and int(lower.max()) >= least
 
 
 def _check_dtype(path: Path, found: str, told: str | None) -> None:
