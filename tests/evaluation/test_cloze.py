@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [32, 9])
 def test_cloze_equals_a_loop_over_passages(tiny_decoder: Callable[..., Decoder], shape: str, window: int) -> None:
-    model = tiny_decoder(sharing="all", vocab_size=290, max_positions=window, **SHAPES[shape])
+    model = tiny_decoder(sharing="all", vocab_size=290, max_positions=32, **SHAPES[shape])
     losses, right, cut = [], 0, 0
     model.eval()
     passages = list(read_passages(TEXTS, TOKENIZER, 0, 2))
@@ -58,7 +58,7 @@ def test_cloze_equals_a_loop_over_passages(tiny_decoder: Callable[..., Decoder],
         right += hit
     model.train()
     for batch_size in (1, 2, 10):
-        found = cloze(model, passages, batch_size)
+        found = cloze(model, passages, batch_size, window=window)
         assert found["accuracy"] == right / len(TEXTS)
         assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
         assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)

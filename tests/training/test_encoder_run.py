@@ -79,6 +79,17 @@ def test_a_shared_encoder_learns_delinks_and_goes_on_as_if_never_stopped(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_text_too_short_to_be_asked_about_is_told_before_the_first_step(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("a b")
+    file = run_file(model=ENCODER)
+    file.write_text(f'{file.read_text()}\n[[evaluations]]\nname = "short"\ndata = "{tmp_path / "short.txt"}"\n')
+    assert main(["train", str(file), "--out", str(tmp_path / "run")]) == 2
+    assert "short.txt holds" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_micro_batches_change_no_loss(run_file: Callable[..., Path], tmp_path: Path) -> None:
     losses = []
     for micro in (0, 1):

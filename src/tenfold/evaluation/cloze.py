@@ -61,14 +61,15 @@ def cloze(
     passages: Sequence[Passage],
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda passages: None,
+    window: int | None = None,
 ) -> dict[str, float | int]:
     """Accuracy: the share of passages all of whose word's tokens are the likeliest, one after the other.
     Perplexity: exp of the mean over passages of -log p(word), `loss` (nats per word).
 
-    Of what is given the model sees the last tokens that its window has room for; a word longer than the window is
-    `too_long` and counts for nothing. Passages are batched by length and padded behind their end.
+    Of what is given the model sees the last tokens that `window` (None: all its positions) has room for; a word longer
+    than that is `too_long` and counts for nothing. Passages are batched by length and padded behind their end.
     """
-    window = model.max_positions
+    window = window or model.max_positions
     fitting = [passage for passage in passages if len(passage.word) <= window]
     if not fitting:
         raise ValueError("no passage's last word fits the window")

@@ -94,6 +94,11 @@ class EvaluationSet:
         """Tokens from one window to the next."""
         return (self.options.stride or max(1, self.window // 2)) if self.options.task == "strided" else self.window
 
+    def sequences(self) -> PackedSequences:
+        """The row cut into windows, as an encoder is asked about it; a TenfoldError where it does not fill one."""
+        assert self.row is not None
+        return PackedSequences(self.row, self.window, None)  # type: ignore[arg-type]
+
 
 def read_set(
     data: str, options: EvaluationOptions, tokenizer: TextTokenizer, window: int, recipes: Path, progress: Progress
@@ -163,13 +168,12 @@ def evaluate(
     if model.config.objective == "masked":
         if options.task != "loss":
             raise TenfoldError(f"task {options.task} asks what comes next; an encoder can be asked for loss alone")
-        assert subject.row is not None
-        sequences = PackedSequences(subject.row, subject.window, None)  # type: ignore[arg-type]
+        sequences = subject.sequences()
         limit = len(sequences) if options.limit is None else max(1, options.limit // subject.window)
         found = masked_loss(model, sequences, limit, batch_size, chunk)
         return {"loss": found.loss, "masked_accuracy": found.accuracy, "sequences": min(limit, len(sequences))}
     if subject.row is None:
-        return cloze(model, subject.passages, batch_size, advance)
+        return cloze(model, subject.passages, batch_size, advance, subject.window)
     loss = text_loss(model, subject.row, subject.window, subject.stride, options.limit, batch_size, chunk, advance)
     values: dict[str, float | int] = {
         "loss": loss.mean,

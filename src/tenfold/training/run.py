@@ -257,10 +257,14 @@ class Run:
             )
         tokenizer = TextTokenizer.of(self.data.tokenizer_file)
         recipes, window = Path(config.data.cache) / "recipes", config.data.sequence_length
-        return [
+        found = [
             (asked, read_set(asked.data, asked, tokenizer, window, recipes, Progress(True)))
             for asked in config.evaluations
         ]
+        if config.model.objective == "masked":
+            for _, subject in found:
+                subject.sequences()  # too little text is told before the first step
+        return found
 
     def _ask(self, stage: Stage, due: Callable[[EvaluationConfig], bool]) -> None:
         """The evaluations of the run file that are due."""
