@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 
@@ -76,3 +77,26 @@ def test_errors_for_people_become_one_line(
     monkeypatch.setattr(command_line.importlib, "import_module", lambda name: Command)
     assert main(["report"]) == code
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+_SHAPES = """
+import ctypes
+from tenfold.cli.main import main
+main(["--version"])
+import torch
+names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+Info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names.split()]})
+told = ctypes.CDLL(None).mallinfo2
+told.restype = Info
+for rows in range(1, 401):
+    torch.nn.functional.gelu(torch.zeros(rows, 16))
+    if rows == 200:
+        before = told().uordblks
+print((told().uordblks - before) // 1024)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs the allocator of glibc 2.33 or newer")
+def test_memory_does_not_grow_with_every_new_shape() -> None:
+    done = subprocess.run([sys.executable, "-c", _SHAPES], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 500  # KiB for 200 shapes; 3,000 where all are kept

@@ -44,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     # Large tensors on huge pages (PyTorch asks at its first): gradients are fresh in every step, and a fault for each
     # 4 KiB of them can cost more than the product that makes them.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # oneDNN keeps what it made for every shape it met, 1024 of them unless told. Where experts drop tokens GELU has
+    # other shapes in every step, and what is kept lies between the large tensors and holds their memory apart.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())))
         return 0
