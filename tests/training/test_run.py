@@ -159,6 +159,15 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     assert [event["stage"] for event in of_kind(parts, "validation")] == ["pseudo", "real"]
 
 
+def test_another_end_of_documents_than_the_datas_is_told(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data.document_mask", "--model.document_end", "3"]
+    assert main(["train", str(run_file()), "--out", str(tmp_path / "run"), *flags]) == 2
+    assert "model.document_end = 3, but documents end in token" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_with_document_masks_is_evaluated_with_them(
     run_file: Callable[..., Path], shards: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,11 @@ def resolve(
         raise TenfoldError(
             "data.document_mask = true needs to know which id ends a document: set data.end_of_text, or data.tokenizer"
         )
+    if data.document_mask and model.document_end not in (None, end_of_text):
+        raise TenfoldError(
+            f"model.document_end = {model.document_end}, but documents end in token {end_of_text}: leave it out, or "
+            "name that token as data.end_of_text"
+        )
     evaluations = [asked.model_copy(update={"data": _absolute(asked.data)}) for asked in config.evaluations]
     precision = config.training.precision
     if precision == "auto":
