@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,18 @@ def test_what_cannot_be_done_is_one_message(
     told = capsys.readouterr().err
     assert message in told
     assert len(told.splitlines()) == 1
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_told(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for weights in run.glob("checkpoints/*/weights.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:100])
+    assert main(["generate", str(run)]) == 2
+    assert "every checkpoint" in (told := capsys.readouterr().err)
+    assert "(3, 6) is damaged" in told
 
 
 def test_a_file_without_prompts_and_one_without_the_field_are_told(

@@ -192,6 +192,8 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     path = folder / f"step-{step:08d}" if step is not None else latest_checkpoint(folder, print)
     if path is None or not path.is_dir():
         steps = ", ".join(str(int(path.name.removeprefix("step-"))) for path in list_checkpoints(folder))
+        if step is None and steps:
+            raise TenfoldError(f"every checkpoint in {folder} ({steps}) is damaged: put one back, or train again")
         raise TenfoldError(
             f"{folder} holds no whole checkpoint{'' if step is None else f' of step {step}'}: "
             f"there are {steps or 'none'}"
