@@ -27,7 +27,7 @@ LEARNING_RATE, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.1, 1.0
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """This process's rows of a step's batch, int64 [rows, LENGTH + 1]; the same for every system."""
+    """This process's rows of a step's batch, int64 [rows, LENGTH + 1]."""
     generator = torch.Generator().manual_seed(step)
     return torch.randint(0, VOCABULARY, (JOB["batch"], LENGTH + 1), generator=generator).chunk(WORLD)[RANK]
 

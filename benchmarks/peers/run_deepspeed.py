@@ -7,32 +7,14 @@ from common import (
     DECAY,
     JOB,
     LEARNING_RATE,
-    LENGTH,
     ROWS,
-    SHAPE,
-    VOCABULARY,
     Clock,
     batch_of,
-    check_parameters,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from llama import llama
 
 deepspeed.init_distributed("gloo")
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=SHAPE["hidden"],
-        intermediate_size=SHAPE["ffn"],
-        num_hidden_layers=SHAPE["layers"],
-        num_attention_heads=SHAPE["heads"],
-        num_key_value_heads=SHAPE["heads"],
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-)
-check_parameters(model)
+model = llama()
 zero = {"stage": 2}
 if JOB["setting"] == "offload":
     zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}

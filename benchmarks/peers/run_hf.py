@@ -12,40 +12,23 @@ from common import (
     LEARNING_RATE,
     LENGTH,
     ROWS,
-    SHAPE,
     VOCABULARY,
     WORLD,
     Clock,
-    check_parameters,
 )
+from llama import llama
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
 
-model = LlamaForCausalLM(
-    LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=SHAPE["hidden"],
-        intermediate_size=SHAPE["ffn"],
-        num_hidden_layers=SHAPE["layers"],
-        num_attention_heads=SHAPE["heads"],
-        num_key_value_heads=SHAPE["heads"],
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-)
-check_parameters(model)
+model = llama()
 
 
 class Rows(torch.utils.data.Dataset):
-    """The same rows that the others train on; labels are shifted by the model itself."""
+    """Random rows, drawn one by one as the Trainer asks for them; labels are shifted by the model itself."""
 
     def __len__(self) -> int:
         return 10**6
