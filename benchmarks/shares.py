@@ -86,7 +86,7 @@ def main() -> None:
         training=TrainingConfig(steps=100, batch_size=batch_size, precision=arguments.precision),
     )
     device = torch.device("cpu")
-    model = build_model(config, plan_stages(config)[0].pattern, device)
+    model = build_model(config, plan_stages(config)[0].sharing, device)
     optimizers = build_optimizers(model, config.optim)
     shape = (batch_size, length + 1)
     batch = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(0))

@@ -39,17 +39,17 @@ def worker(steps: int, flags: list[str]) -> None:
     from tenfold.config.load import load_run
     from tenfold.hardware.memory import peak_memory_bytes
     from tenfold.training.optimizers import build_optimizers
-    from tenfold.training.setup import build_model, compile_blocks, resolve
+    from tenfold.training.setup import build_model, compile_layers, resolve
     from tenfold.training.stages import plan_stages
     from tenfold.training.step import train_step
 
     device = torch.device("cpu")
     config = resolve(load_run(DEMO, ["--training.precision", "fp32", *flags]), 1024, device)
     stage = plan_stages(config)[-1]
-    model = build_model(config, stage.pattern, device)
+    model = build_model(config, stage.sharing, device)
     optimizers = build_optimizers(model, config.optim)
     if config.training.compile:
-        compile_blocks(model.blocks)
+        compile_layers(model.layers)
     shape = (stage.batch_size, stage.sequence_length + 1)
     batch = torch.randint(0, 1024, shape, generator=torch.Generator().manual_seed(0))
     began = time.monotonic()

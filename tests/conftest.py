@@ -13,6 +13,7 @@ from tenfold.config.model import ModelConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import PARTS, Sharing, tie
 
 # The same examples on every run, however slow the machine.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
@@ -36,11 +37,12 @@ def tiny_decoder(tiny_config: Callable[..., ModelConfig]) -> Callable[..., Decod
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
         recompute: bool = False,
+        parts: tuple[str, ...] = PARTS,
         **fields: Any,
     ) -> Decoder:
         config = tiny_config(**fields)
-        pattern = Pattern.parse(sharing, config.layers)
-        model = Decoder(config, pattern.segments(), 32, dtype, recompute)
+        model = Decoder(config, 32, dtype, recompute)
+        tie(model.layers, Sharing(Pattern.parse(sharing, config.layers), parts))
         initialize(model, seed)
         return model.double() if dtype == torch.float64 else model
 

@@ -6,7 +6,7 @@ from common import BETAS, CLIP, DECAY, JOB, LEARNING_RATE, LENGTH, SHAPE, VOCABU
 from tenfold.config.model import ModelConfig
 from tenfold.config.run import DataConfig, OptimConfig, RunConfig, TrainingConfig
 from tenfold.training.optimizers import build_optimizers
-from tenfold.training.setup import build_model, check_compiler, compile_blocks
+from tenfold.training.setup import build_model, check_compiler, compile_layers
 from tenfold.training.stages import plan_stages
 from tenfold.training.step import train_step
 
@@ -19,12 +19,12 @@ config = RunConfig(
     ),
     optim=OptimConfig(lr=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], weight_decay=DECAY, clip=CLIP),
 )
-model = build_model(config, plan_stages(config)[0].pattern, device)
+model = build_model(config, plan_stages(config)[0].sharing, device)
 optimizers = build_optimizers(model, config.optim)
 check_parameters(model)
 if config.training.compile:
     check_compiler(device)
-    compile_blocks(model.blocks)
+    compile_layers(model.layers)
 clock, over = Clock(), False
 while not over:
     clock.begin()

@@ -68,7 +68,7 @@ def test_cloze_equals_a_loop_over_passages(tiny_decoder: Callable[..., Decoder],
 
 def test_a_model_that_knows_every_word_is_right_every_time(tiny_decoder: Callable[..., Decoder]) -> None:
     model = tiny_decoder(vocab_size=290, tie_embeddings=False)
-    for block in model.blocks:
+    for block in model.layers:
         for parameter in (block.attention.wo.weight, block.ffn.down.weight):
             parameter.data.zero_()
     passages = [Passage([0, 5], [6, 7]), Passage([0, 8], [9])]

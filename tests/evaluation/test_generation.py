@@ -16,6 +16,7 @@ from tenfold.evaluation.generation import choose, generate, generate_batch
 from tenfold.nn.decoder import Block, Decoder
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Sharing
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
@@ -68,10 +69,9 @@ def test_with_the_cache_it_writes_token_for_token_what_it_writes_without(
 
 
 def test_delinked_layers_write_what_the_shared_block_wrote(tiny_decoder: Callable[..., Decoder]) -> None:
-    before, after = Pattern.parse("all", 4), Pattern.parse("none", 4)
     model = tiny_decoder(sharing="all", max_positions=20)
     shared = list(generate(model, [3, 1, 4], 15, temperature=1.0))
-    delink(model, [], before, after, "copy")
+    delink(model.layers, [], Sharing(Pattern.parse("none", 4)), "copy")
     assert list(generate(model, [3, 1, 4], 15, temperature=1.0)) == shared
     for parameter in model.layers[2].parameters():
         parameter.data *= 1.5

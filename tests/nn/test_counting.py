@@ -10,13 +10,16 @@ from tenfold.config.presets import PRESETS
 from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Sharing, tie
 
 
 def on_meta(preset, sharing="none", **fields):
     """A preset's model without memory."""
     config = ModelConfig(preset=preset, **fields)
     with torch.device("meta"):
-        return Decoder(config, Pattern.parse(sharing, config.layers).segments(), 1024)
+        model = Decoder(config, 1024)
+    tie(model.layers, Sharing(Pattern.parse(sharing, config.layers)))
+    return model
 
 
 def test_gpt2_has_its_published_number_of_parameters():
@@ -57,7 +60,7 @@ def test_counts_equal_sums_over_named_parameters_for_every_preset(preset, sharin
     assert counts.stored == sum(sizes.values())
     layers = model.config.layers
     uses = layers if sharing == "all" else 1
-    inside = sum(size for name, size in sizes.items() if name.startswith("segments."))
+    inside = sum(size for name, size in sizes.items() if name.startswith("layers."))
     assert counts.total == sum(sizes.values()) + (uses - 1) * inside
     expert = sum(size for name, size in sizes.items() if ".experts." in name) * uses
     assert counts.expert == expert
@@ -74,7 +77,7 @@ def test_operations_of_a_dense_model_equal_a_hand_count():
     T, D, L, F, H, W, K = 32, 16, 3, 24, 4, 6, 2
     config = ModelConfig(vocab_size=50, layers=L, hidden=D, heads=H, kv_heads=K, head_dim=W, ffn=F, bias=True)
     with torch.device("meta"):
-        model = Decoder(config, Pattern.parse("all", L).segments(), T)
+        model = Decoder(config, T)
     layer = 2 * D * (H * W) + 2 * D * (2 * K * W) + 2 * (H * W) * D  # q; k and v; output
     layer += 3 * 2 * D * F  # gate, up, down
     # Query times keys and weights times values; a token sees (T + 1) / 2 positions on average.
@@ -87,7 +90,7 @@ def test_operations_of_a_mixture_equal_a_hand_count_of_the_chosen_experts():
     moe = {"experts": 8, "prototypes": 2, "top_k": 2, "ffn": F, "shared_experts": 3, "bias_rate": 0.1}
     config = ModelConfig(vocab_size=64, layers=L, hidden=D, heads=H, activation="gelu", moe=moe)
     with torch.device("meta"):
-        model = Decoder(config, Pattern.parse("none", L).segments(), T)
+        model = Decoder(config, T)
     layer = 4 * 2 * D * D + 2 * 2 * D * (T + 1) / 2
     layer += 2 * D * 8  # router
     layer += (2 * 2 + 3) * 2 * (2 * D * F)  # four routed and three shared experts of two matrices

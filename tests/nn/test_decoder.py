@@ -49,37 +49,29 @@ def test_sharing_is_the_same_function_as_layers_with_equal_weights(tiny_decoder,
     free = tiny_decoder("none", **SHAPES[shape])
     for mine, theirs in zip(free.layers, shared.layers, strict=True):
         mine.load_state_dict(theirs.state_dict())
-    outside = {n: p for n, p in shared.state_dict().items() if not n.startswith("segments.")}
+    outside = {n: p for n, p in shared.state_dict().items() if not n.startswith("layers.")}
     free.load_state_dict(outside, strict=False)
     assert torch.equal(shared(TOKENS)[0], free(TOKENS)[0])
 
 
 def test_the_gradient_of_a_shared_block_is_the_sum_over_its_layers(tiny_decoder):
     shared, free = tiny_decoder("all"), tiny_decoder("none")
-    for block in free.blocks:
-        block.load_state_dict(shared.blocks[0].state_dict())
+    for layer in free.layers:
+        layer.load_state_dict(shared.layers[0].state_dict())
     for model in (shared, free):
         model(TOKENS)[0].square().sum().backward()
-    for name, parameter in shared.blocks[0].named_parameters():
-        total = sum(dict(block.named_parameters())[name].grad for block in free.blocks)
+    for name, parameter in shared.layers[0].named_parameters():
+        total = sum(dict(layer.named_parameters())[name].grad for layer in free.layers)
         torch.testing.assert_close(parameter.grad, total)
 
 
 def test_a_shared_block_goes_by_the_name_of_its_first_layer(tiny_decoder):
     model = tiny_decoder([0, 1, 1, 2])
-    names = [name for name, _ in model.canonical_parameters()]
+    names = [name for name, _ in model.named_parameters()]
     assert len(names) == len(set(names)) == len(list(model.parameters()))
     assert {name.split(".")[1] for name in names if name.startswith("layers.")} == {"0", "1", "3"}
     assert "layers.1.attention.wq.weight" in names
-    assert dict(model.canonical_parameters())["layers.3.ffn.up.weight"] is model.layers[3].ffn.up.weight
-
-
-def test_uses_counts_the_layers_of_every_block_parameter(tiny_decoder):
-    model = tiny_decoder([0, 1, 1, 2])
-    uses = model.uses()
-    assert uses[model.layers[0].attention.wq.weight] == 1
-    assert uses[model.layers[2].attention.wq.weight] == 2
-    assert model.embedding.weight not in uses
+    assert dict(model.named_parameters())["layers.3.ffn.up.weight"] is model.layers[3].ffn.up.weight
 
 
 def test_logits_leave_out_the_rows_that_pad_the_vocabulary(tiny_decoder):
@@ -104,7 +96,7 @@ def test_recompute_of_dense_layers_gives_the_same_gradients_to_the_last_bit(tiny
     for recompute in (False, True):
         model = tiny_decoder("sandwich", recompute=recompute, **SHAPES[shape])
         model(TOKENS)[0].square().sum().backward()
-        gradients.append({name: p.grad for name, p in model.canonical_parameters() if p.grad is not None})
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     plain, again = gradients
     assert plain.keys() == again.keys()
     assert all(torch.equal(plain[name], again[name]) for name in plain)

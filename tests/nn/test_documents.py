@@ -50,7 +50,7 @@ def model_of(tiny_decoder, shape, recompute=False):
 
 
 def gradients(model):
-    return {name: parameter.grad for name, parameter in model.canonical_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def check_alone(masked, plain):
@@ -127,6 +127,6 @@ def test_the_operator_keeps_what_pytorch_asks_of_one(sample):
 @pytest.mark.slow
 def test_compiled_blocks_do_the_same(tiny_decoder):
     masked, plain = model_of(tiny_decoder, "rotary")
-    for block in masked.blocks:
+    for block in masked.layers:
         block.compile()
     check_alone(masked, plain)

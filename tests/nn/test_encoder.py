@@ -10,6 +10,7 @@ from tenfold.config.model import ModelConfig
 from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Sharing, tie
 
 TOKENS = torch.arange(14).view(2, 7) * 3 % 50
 BERT = {
@@ -47,7 +48,7 @@ def test_a_layer_is_torchs_own_encoder_layer(encoder, copy_attention, sample, sh
     theirs.norm2.load_state_dict(block.ffn_norm.state_dict())
     x = sample(2, 7, 16)
     context = {}
-    model.segments[0].register_forward_pre_hook(lambda _module, given: context.update(given=given[1]))
+    model.layers[0].register_forward_pre_hook(lambda _module, given: context.update(given=given[1]))
     model(TOKENS)
     torch.testing.assert_close(block(x, context["given"])[0], theirs(x))
 
@@ -66,7 +67,7 @@ def test_every_token_changes_the_logits_of_every_place(encoder, shape):
 @pytest.mark.parametrize("sharing", ["none", "all"])
 def test_names_cover_every_parameter_and_all_of_them_learn(encoder, shape, sharing):
     model = encoder(shape, sharing)
-    names = dict(model.canonical_parameters())
+    names = dict(model.named_parameters())
     assert len(names) == len(list(model.parameters()))
     model.logits(model(TOKENS)[0]).square().sum().backward()
     assert all(parameter.grad is not None for parameter in names.values())
@@ -155,7 +156,8 @@ def test_logits_are_those_of_albert_when_all_layers_share(encoder):
 def test_presets_have_their_published_number_of_parameters(preset, sharing, published, token_types):
     config = ModelConfig(preset=preset, vocab_multiple=1)
     with torch.device("meta"):
-        model = Decoder(config, Pattern.parse(sharing, 12).segments(), 512)
+        model = Decoder(config, 512)
+    tie(model.layers, Sharing(Pattern.parse(sharing, 12)))
     assert count(model, 512).stored == published - token_types
 
 
@@ -182,7 +184,7 @@ def test_operations_of_an_encoder_equal_a_hand_count():
         embedding_width=E,
     )
     with torch.device("meta"):
-        model = Decoder(config, Pattern.parse("all", L).segments(), T)
+        model = Decoder(config, T)
     layer = 4 * 2 * D * D + 2 * 2 * D * T + 2 * 2 * D * F  # every position sees all T
     head = (2 * D * E + 2 * E * V) / 4  # at a quarter of the places
     assert count(model, T).flops_per_token == 3 * (L * layer + 2 * E * D + head)

@@ -12,9 +12,9 @@ MOE = {"experts": 4, "ffn": 8, "shared_experts": 1}
 
 @pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
 def test_a_layer_starts_the_same_whatever_the_sharing_pattern(tiny_decoder, moe):
-    free = dict(tiny_decoder("none", moe=moe).canonical_parameters())
+    free = dict(tiny_decoder("none", moe=moe).named_parameters())
     for sharing in ("all", {"groups": 2}, {"cycle": 2}, "sandwich"):
-        shared = dict(tiny_decoder(sharing, moe=moe).canonical_parameters())
+        shared = dict(tiny_decoder(sharing, moe=moe).named_parameters())
         assert shared.keys() < free.keys()
         assert all(torch.equal(shared[name], free[name]) for name in shared)
 
@@ -22,7 +22,7 @@ def test_a_layer_starts_the_same_whatever_the_sharing_pattern(tiny_decoder, moe)
 @pytest.mark.parametrize("moe", [{}, MOE], ids=["dense", "moe"])
 def test_no_two_matrices_of_a_model_start_equal(tiny_decoder, moe):
     model = tiny_decoder("none", moe=moe)
-    matrices = [p for _, p in model.canonical_parameters() if p.dim() > 1 and p.any()]
+    matrices = [p for _, p in model.named_parameters() if p.dim() > 1 and p.any()]
     parts = [part for p in matrices for part in (p.unbind() if p.dim() == 3 else [p])]
     firsts = [tuple(part.flatten()[:8].tolist()) for part in parts]
     assert len(set(firsts)) == len(firsts) > 4 * 6
@@ -54,15 +54,15 @@ def test_initialize_leaves_the_global_random_state_alone(tiny_decoder):
 
 
 def test_an_expert_is_drawn_alone_so_more_experts_change_none_of_the_first(tiny_decoder):
-    few = dict(tiny_decoder(moe={"experts": 2, "ffn": 8}).canonical_parameters())
-    many = dict(tiny_decoder(moe={"experts": 6, "ffn": 8}).canonical_parameters())
+    few = dict(tiny_decoder(moe={"experts": 2, "ffn": 8}).named_parameters())
+    many = dict(tiny_decoder(moe={"experts": 6, "ffn": 8}).named_parameters())
     for name in ("layers.1.ffn.experts.up", "layers.1.ffn.experts.gate", "layers.1.ffn.experts.down"):
         assert torch.equal(few[name], many[name][:2])
 
 
 def test_norms_start_at_one_and_biases_and_padding_at_zero(tiny_decoder):
     model = tiny_decoder(norm="layernorm", bias=True, qk_norm=True, tie_embeddings=False, moe={**MOE, "bias_rate": 0.1})
-    for name, parameter in model.canonical_parameters():
+    for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             assert (parameter == 1).all(), name
         elif name.endswith("bias"):
@@ -78,7 +78,7 @@ def test_matrices_have_the_stated_spread_and_those_into_the_residual_stream_a_sm
     model = tiny_decoder(hidden=64, ffn=64, init_std=0.02, layers=2, moe=moe)
     residual = 0.02 / math.sqrt(2 * 2)
     checked = 0
-    for name, parameter in model.canonical_parameters():
+    for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or parameter.numel() < 2000:
             continue
         into_stream = name.removesuffix(".weight").endswith(("wo", "down"))

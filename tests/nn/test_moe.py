@@ -342,7 +342,7 @@ def test_recompute_gives_the_same_gradients_to_the_last_bit(tiny_decoder, capaci
 def test_recompute_of_ties_uses_the_experts_of_the_forward_pass(tiny_decoder):
     def tied(recompute):
         model = tiny_decoder(recompute=recompute, moe=MOE)
-        for block in model.blocks:
+        for block in model.layers:
             block.ffn.router.weight.data[1:4] = block.ffn.router.weight.data[0]
         return model
 
@@ -360,17 +360,17 @@ def test_recompute_never_routes_again_even_if_the_router_would_choose_otherwise(
 
     @torch.no_grad()
     def perturb():
-        for block in model.blocks:
+        for block in model.layers:
             block.ffn.router.weight.data.copy_(block.ffn.router.weight.roll(1, 0))
 
-    for block in model.blocks if compiled else ():
+    for block in model.layers if compiled else ():
         block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     found = run_model(model, x, perturb)
     for layer, loads in enumerate(statistics[:, LOADS:]):
         used = loads > 0
         assert used.any()
         assert not used.all()
-        gradient = found[f"segments.{layer}.blocks.0.ffn.experts.down"]
+        gradient = found[f"layers.{layer}.ffn.experts.down"]
         assert torch.equal(gradient.flatten(1).any(1), used), "the backward pass used other experts than the forward"
 
 
@@ -380,7 +380,7 @@ def test_compiled_blocks_give_the_gradients_of_plain_ones(tiny_decoder, recomput
     x = torch.arange(12).view(2, 6)
     model = tiny_decoder(recompute=recompute, layers=1, moe={**MOE, "bias_rate": 0.1, "shared_experts": 1})
     plain = run_model(model, x)
-    for block in model.blocks:
+    for block in model.layers:
         block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     torch.testing.assert_close(run_model(model, x), plain, rtol=1e-5, atol=1e-5)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
-import types
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from tenfold.nn.loss import cross_entropy_sum
 from tenfold.sharing import delinking
 from tenfold.sharing.delinking import carried, delink
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Sharing, tables, tied_pattern, uses
 from tenfold.training.optimizers import build_optimizers, state_tensors
 
 LAYERS = 4
@@ -43,9 +41,9 @@ def step(model, optimizers):
     hidden, _ = model(TOKENS[:, :-1])
     loss = cross_entropy_sum(hidden, model.output_weight, TOKENS[:, 1:], model.vocab_size) / 16
     loss.backward()
-    for parameter, uses in model.uses().items():
+    for parameter, count in uses(model.layers).items():
         if parameter.grad is not None:
-            parameter.grad /= uses
+            parameter.grad /= count
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -60,7 +58,7 @@ def trained(tiny_decoder):
         optimizers = build_optimizers(model, OptimConfig(name=name, lr=0.01, weight_decay=0.1))
         for _ in range(steps):
             step(model, optimizers)
-        for name, parameter in model.canonical_parameters():
+        for name, parameter in model.named_parameters():
             if name.endswith("balance_bias"):
                 parameter += torch.linspace(-0.1, 0.1, len(parameter))
         return model, optimizers
@@ -79,14 +77,12 @@ def test_logits_are_equal_to_the_last_bit_before_and_after(trained, chain, moe):
     model, optimizers = trained(patterns[0].blocks, layers=layers, moe=moe)
     before, statistics = model(TOKENS)
     expected = model.logits(before)
-    for old, new in itertools.pairwise(patterns):
-        delink(model, optimizers, old, new)
+    for new in patterns[1:]:
+        delink(model.layers, optimizers, Sharing(new))
         hidden, now = model(TOKENS)
         assert torch.equal(model.logits(hidden), expected)
         assert torch.equal(now, statistics)
-    assert len(model.blocks) == patterns[-1].stored_blocks
-    assert [model.blocks.index(block) for block in model.layers] == list(patterns[-1].blocks)
-    assert [len(segment.order) for segment in model.segments] == [len(run) for run in patterns[-1].segments()]
+    assert all(tied_pattern(column) == patterns[-1] for column in tables(model.layers).values())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -94,16 +90,16 @@ def test_logits_are_equal_to_the_last_bit_before_and_after(trained, chain, moe):
 def test_every_freed_layer_gets_its_parents_weights_and_with_copy_its_parents_state(trained, name, moe):
     before, after = Pattern([0, 1, 1, 0]), Pattern([0, 1, 2, 3])
     model, optimizers = trained(before.blocks, name, moe=moe)
-    weights, state = dict(model.canonical_parameters()), state_of(model, optimizers)
+    weights, state = dict(model.named_parameters()), state_of(model, optimizers)
     weights = {key: value.detach().clone() for key, value in weights.items()}
-    delink(model, optimizers, before, after, "copy")
+    delink(model.layers, optimizers, Sharing(after), "copy")
     parent = {"0": "0", "1": "1", "2": "1", "3": "0"}
 
     def origin(key):
         head, layer, *rest = key.split(".")
         return key if head != "layers" else ".".join((head, parent[layer], *rest))
 
-    now = dict(model.canonical_parameters())
+    now = dict(model.named_parameters())
     assert len(now) > len(weights)
     assert all(torch.equal(now[key], weights[origin(key)]) for key in now)
     moved = state_of(model, optimizers)
@@ -118,7 +114,7 @@ def test_reset_makes_the_state_of_freed_layers_zero_and_leaves_that_of_others(tr
     before, after = Pattern([0, 1, 1, 2]), Pattern([0, 1, 2, 3])
     model, optimizers = trained(before.blocks, name)
     state = state_of(model, optimizers)
-    delink(model, optimizers, before, after, "reset")
+    delink(model.layers, optimizers, Sharing(after), "reset")
     for key, value in state_of(model, optimizers).items():
         if key.startswith(("layers.1.", "layers.2.")):
             assert not value.any(), key
@@ -146,7 +142,7 @@ def test_rescale_of_adamw_follows_the_formula_for_every_block_exactly_once(train
     before, after = Pattern(before), Pattern(after)
     model, optimizers = trained(before.blocks)
     state = state_of(model, optimizers)
-    delink(model, optimizers, before, after, "rescale")
+    delink(model.layers, optimizers, Sharing(after), "rescale")
     now = state_of(model, optimizers)
     for block, factor in enumerate(q):
         layer = after.first_layer(block)
@@ -169,7 +165,7 @@ def test_rescale_multiplies_every_second_moment_of_adafactor_and_none_of_muon(tr
     before, after = Pattern.parse("all", 4), Pattern([0, 1, 1, 1])
     model, optimizers = trained(before.blocks, name)
     state = state_of(model, optimizers)
-    delink(model, optimizers, before, after, "rescale")
+    delink(model.layers, optimizers, Sharing(after), "rescale")
     seen = set()
     for key, value in state_of(model, optimizers).items():
         if not key.startswith("layers."):
@@ -184,14 +180,19 @@ def test_rescale_multiplies_every_second_moment_of_adafactor_and_none_of_muon(tr
     assert seen == ({*second, "step"} if name == "adafactor" else {"momentum_buffer"})
 
 
-def test_a_state_that_nobody_can_rescale_is_refused_by_name():
+def test_a_state_that_nobody_can_rescale_is_refused_by_name_and_nothing_changes(tiny_decoder):
+    model = tiny_decoder("all")
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    step(model, [optimizer])
+    held = list(model.parameters())
     with pytest.raises(TenfoldError, match="max_exp_avg_sq"):
-        carried({"max_exp_avg_sq": torch.ones(2)}, {}, "rescale", 2.0)
+        delink(model.layers, [optimizer], Sharing(Pattern.parse("none", 4)))
+    assert all(mine is theirs for mine, theirs in zip(model.parameters(), held, strict=True))
 
 
 def test_rescale_before_the_first_step_changes_nothing(trained):
     model, optimizers = trained("all", steps=0)
-    delink(model, optimizers, Pattern.parse("all", 4), Pattern.parse("none", 4), "rescale")
+    delink(model.layers, optimizers, Sharing(Pattern.parse("none", 4)), "rescale")
     assert not any(value.any() for value in state_of(model, optimizers).values())
 
 
@@ -220,11 +221,11 @@ def test_a_rescaled_second_moment_is_near_that_of_a_layer_that_was_always_free(s
 def test_optimizer_groups_hold_every_parameter_once_and_keep_its_weight_decay(trained, name, moments):
     before, after = Pattern.parse("all", 4), Pattern.parse("none", 4)
     model, optimizers = trained(before.blocks, name, moe=MOE)
-    delink(model, optimizers, before, after, moments)
+    delink(model.layers, optimizers, Sharing(after), moments)
     fresh_model, fresh_optimizers = trained(after.blocks, name, steps=0, moe=MOE)
 
     def groups(model, optimizers):
-        names = {parameter: key for key, parameter in model.canonical_parameters()}
+        names = {parameter: key for key, parameter in model.named_parameters()}
         return sorted(
             (names[parameter], type(optimizer).__name__, group["weight_decay"])
             for optimizer in optimizers
@@ -240,7 +241,7 @@ def test_optimizer_groups_hold_every_parameter_once_and_keep_its_weight_decay(tr
 def test_no_two_layers_share_storage_of_weights_or_state_afterwards(trained, name, moments):
     before, after = Pattern.parse("all", 4), Pattern.parse("none", 4)
     model, optimizers = trained(before.blocks, name)
-    delink(model, optimizers, before, after, moments)
+    delink(model.layers, optimizers, Sharing(after), moments)
     places = [p.untyped_storage().data_ptr() for p in model.parameters()]
     places += [value.untyped_storage().data_ptr() for value in state_tensors(model, optimizers).values()]
     assert len(set(places)) == len(places)
@@ -251,7 +252,7 @@ def test_no_two_layers_share_storage_of_weights_or_state_afterwards(trained, nam
 def test_after_one_more_step_no_two_layers_are_equal(trained, name, moe):
     before, after = Pattern.parse("all", 4), Pattern.parse("none", 4)
     model, optimizers = trained(before.blocks, name, moe=moe)
-    delink(model, optimizers, before, after)
+    delink(model.layers, optimizers, Sharing(after))
     step(model, optimizers)
     for leaf in ("attention.wq.weight", "attention.wo.weight", "ffn_norm.weight"):
         values = [dict(block.named_parameters())[leaf] for block in model.layers]
@@ -263,11 +264,11 @@ def test_after_one_more_step_no_two_layers_are_equal(trained, name, moe):
 def test_a_delinked_model_trains_exactly_as_one_built_free_from_its_weights_and_state(trained, name):
     before, after = Pattern.parse("all", 4), Pattern.parse("none", 4)
     model, optimizers = trained(before.blocks, name)
-    delink(model, optimizers, before, after)
+    delink(model.layers, optimizers, Sharing(after))
     twin, twin_optimizers = trained(after.blocks, name, steps=0)
     with torch.no_grad():
-        source = dict(model.canonical_parameters())
-        for key, parameter in twin.canonical_parameters():
+        source = dict(model.named_parameters())
+        for key, parameter in twin.named_parameters():
             parameter.copy_(source[key])
         state = state_of(model, optimizers)
         for key, value in state_tensors(twin, twin_optimizers).items():
@@ -275,19 +276,19 @@ def test_a_delinked_model_trains_exactly_as_one_built_free_from_its_weights_and_
     for _ in range(2):
         step(model, optimizers)
         step(twin, twin_optimizers)
-    assert all(torch.equal(p, source[key]) for key, p in model.canonical_parameters())
-    twins = dict(twin.canonical_parameters())
-    assert all(torch.equal(p, twins[key]) for key, p in model.canonical_parameters())
+    assert all(torch.equal(p, source[key]) for key, p in model.named_parameters())
+    twins = dict(twin.named_parameters())
+    assert all(torch.equal(p, twins[key]) for key, p in model.named_parameters())
 
 
 def test_what_is_not_a_refinement_is_refused_with_both_patterns_and_nothing_changes(trained):
     before, after = Pattern([0, 0, 1, 1]), Pattern([0, 1, 0, 1])
     model, optimizers = trained(before.blocks)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
-    state, blocks = state_of(model, optimizers), model.layers
+    state, held = state_of(model, optimizers), list(model.parameters())
     with pytest.raises(TenfoldError, match=r"\(0,1,0,1\) does not refine \(0,0,1,1\)"):
-        delink(model, optimizers, before, after)
-    assert model.layers == blocks
+        delink(model.layers, optimizers, Sharing(after))
+    assert all(mine is theirs for mine, theirs in zip(model.parameters(), held, strict=True))
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     now = state_of(model, optimizers)
     assert now.keys() == state.keys()
@@ -297,26 +298,22 @@ def test_what_is_not_a_refinement_is_refused_with_both_patterns_and_nothing_chan
 def test_delinking_to_the_same_pattern_changes_nothing(trained):
     pattern = Pattern([0, 0, 1, 1])
     model, optimizers = trained(pattern.blocks)
-    blocks, state = model.layers, state_of(model, optimizers)
-    delink(model, optimizers, pattern, pattern)
-    assert model.layers == blocks
+    held, state = list(model.parameters()), state_of(model, optimizers)
+    delink(model.layers, optimizers, Sharing(pattern))
+    assert all(mine is theirs for mine, theirs in zip(model.parameters(), held, strict=True))
     assert all(torch.equal(value, state[key]) for key, value in state_of(model, optimizers).items())
 
 
 @pytest.mark.parametrize(("before", "after"), [("all", "none"), ({"cycle": 2}, "none"), ("all", {"groups": 2})])
-def test_only_one_block_is_copied_at_a_time_and_only_the_new_ones(trained, monkeypatch, before, after):
+def test_only_what_a_new_block_needs_is_new_and_the_rest_keeps_its_memory(trained, before, after):
     before, after = Pattern.parse(before, 4), Pattern.parse(after, 4)
     model, optimizers = trained(before.blocks)
-    parents, copied = list(model.blocks), []
-
-    def deepcopy(module):
-        assert module in parents
-        copied.append(module)
-        return copy.deepcopy(module)
-
-    monkeypatch.setattr(delinking, "copy", types.SimpleNamespace(deepcopy=deepcopy))
-    delink(model, optimizers, before, after)
-    assert len(copied) == after.stored_blocks - before.stored_blocks
+    old = set(model.parameters())
+    delink(model.layers, optimizers, Sharing(after))
+    now = set(model.parameters())
+    in_a_layer = len(list(model.layers[0].parameters()))
+    assert old <= now
+    assert len(now - old) == (after.stored_blocks - before.stored_blocks) * in_a_layer
 
 
 def test_a_state_is_never_more_than_one_parameter_ahead_of_what_stays(trained, monkeypatch):
@@ -326,8 +323,8 @@ def test_a_state_is_never_more_than_one_parameter_ahead_of_what_stays(trained, m
     calls = []
     real = delinking.carried
     monkeypatch.setattr(delinking, "carried", lambda *args: calls.append(1) or real(*args))
-    delink(model, optimizers, before, after)
-    in_a_block = len(list(model.blocks[0].parameters()))
+    delink(model.layers, optimizers, Sharing(after))
+    in_a_block = len(list(model.layers[0].parameters()))
     assert len(calls) == 4 * in_a_block
     assert sum(len(optimizer.state) for optimizer in optimizers) == len(list(model.parameters()))
 

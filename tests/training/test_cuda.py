@@ -16,6 +16,7 @@ from tenfold.nn.init import initialize
 from tenfold.nn.loss import cross_entropy_sum
 from tenfold.reporting.metrics import read_metrics
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Sharing, tie
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +31,8 @@ def test_loss_and_gradients_equal_those_on_the_cpu(sharing: str, recompute: bool
     for device in ("cpu", "cuda"):
         moe = {"experts": 4, "prototypes": 2, "balance_loss": 0.01}
         config = ModelConfig(layers=4, hidden=32, heads=2, ffn=64, vocab_size=100, qk_norm=True, moe=moe)
-        model = Decoder(config, Pattern.parse(sharing, 4).segments(), 32, torch.float32, recompute)
+        model = Decoder(config, 32, torch.float32, recompute)
+        tie(model.layers, Sharing(Pattern.parse(sharing, 4)))
         initialize(model, 1)
         model.to(device)
         tokens = torch.randint(0, 100, (4, 33), generator=torch.Generator().manual_seed(0)).to(device)

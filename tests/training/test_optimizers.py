@@ -44,7 +44,7 @@ def set_gradients(parameters, seed):
 
 
 def snapshot(model):
-    return {name: parameter.detach().clone() for name, parameter in model.canonical_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,7 +52,7 @@ def test_state_exists_before_the_first_step_and_is_zero(make, name):
     model, optimizers = make(name)
     state = state_tensors(model, optimizers)
     assert {key.partition("/")[0] for key in state} == {
-        key for key, parameter in model.canonical_parameters() if parameter.requires_grad
+        key for key, parameter in model.named_parameters() if parameter.requires_grad
     }
     assert not any(value.any() for value in state.values())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -100,12 +100,12 @@ def test_making_the_state_leaves_weights_and_rates_unchanged(make, name):
     model, optimizers = make(name)
     before = snapshot(model)
     materialize(optimizers)
-    assert all(torch.equal(before[key], parameter) for key, parameter in model.canonical_parameters())
+    assert all(torch.equal(before[key], parameter) for key, parameter in model.named_parameters())
     assert {group["lr"] for optimizer in optimizers for group in optimizer.param_groups} == {0.01}
 
 
 def memberships(model, optimizers):
-    names = {parameter: key for key, parameter in model.canonical_parameters()}
+    names = {parameter: key for key, parameter in model.named_parameters()}
     return {
         names[parameter]: (type(optimizer), group["weight_decay"])
         for optimizer in optimizers
@@ -153,7 +153,7 @@ def test_every_trained_parameter_is_in_exactly_one_group(make, name):
 def test_muon_has_two_dimensional_matrices_of_layers_only(make):
     model, optimizers = make("muon")
     names = [key for key, (kind, _) in memberships(model, optimizers).items() if kind is Muon]
-    shapes = dict(model.canonical_parameters())
+    shapes = dict(model.named_parameters())
     assert names
     assert all(key.startswith("layers.") and shapes[key].dim() == 2 and "router" not in key for key in names)
 
@@ -180,7 +180,7 @@ def test_steps_equal_those_of_torchs_own_fresh_optimizer_to_the_last_bit(make, n
         if fresh:
             optimizers = fresh_of_torch(name, model, optimizers)
         for number in range(3):
-            set_gradients([p for _, p in model.canonical_parameters() if p.requires_grad], number)
+            set_gradients([p for _, p in model.named_parameters() if p.requires_grad], number)
             for optimizer in optimizers:
                 optimizer.step()
         results.append(snapshot(model))
@@ -190,7 +190,7 @@ def test_steps_equal_those_of_torchs_own_fresh_optimizer_to_the_last_bit(make, n
 
 def test_adamws_step_follows_its_formula(make):
     model, optimizers = make("adamw")
-    weight = dict(model.canonical_parameters())["layers.0.attention.wq.weight"]
+    weight = dict(model.named_parameters())["layers.0.attention.wq.weight"]
     w = weight.detach().double().clone()
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     for number in range(1, 4):
@@ -212,7 +212,7 @@ def test_a_rate_set_is_the_rate_of_every_group(make, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_training_goes_on_to_the_last_bit_from_saved_state(make, name):
     model, optimizers = make(name)
-    trained = [p for _, p in model.canonical_parameters() if p.requires_grad]
+    trained = [p for _, p in model.named_parameters() if p.requires_grad]
     twin, twin_optimizers = make(name)
     for number in range(2):
         set_gradients(trained, number)
@@ -222,7 +222,7 @@ def test_training_goes_on_to_the_last_bit_from_saved_state(make, name):
     twin.load_state_dict(model.state_dict())
     load_state_tensors(twin, twin_optimizers, saved)
     for each, each_optimizers in ((model, optimizers), (twin, twin_optimizers)):
-        set_gradients([p for _, p in each.canonical_parameters() if p.requires_grad], 9)
+        set_gradients([p for _, p in each.named_parameters() if p.requires_grad], 9)
         for optimizer in each_optimizers:
             optimizer.step()
     assert all(torch.equal(value, snapshot(twin)[key]) for key, value in snapshot(model).items())

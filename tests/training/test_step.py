@@ -16,6 +16,7 @@ from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.nn.loss import IGNORE
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Sharing, tie
 from tenfold.training.optimizers import build_optimizers
 from tenfold.training.step import train_step
 
@@ -35,7 +36,8 @@ def config_of(micro: int = 0, moe: bool = False, clip: float = 0.0, name: str = 
 
 
 def model_of(config: RunConfig, sharing: str) -> Decoder:
-    model = Decoder(config.model, Pattern.parse(sharing, 4).segments(), 16)
+    model = Decoder(config.model, 16)
+    tie(model.layers, Sharing(Pattern.parse(sharing, 4)))
     initialize(model, 1)
     return model
 
@@ -54,7 +56,7 @@ def gradients_of(model: Decoder, config: RunConfig, batch: Tensor) -> dict[str, 
 
     class Catch(torch.optim.SGD):
         def step(self, closure=None):
-            for name, parameter in model.canonical_parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     caught[name] = parameter.grad.clone()
 
@@ -75,9 +77,9 @@ def test_a_step_equals_a_plain_loop_over_torch_functions() -> None:
     config = config_of(clip=0.5)
     model = model_of(config, "none")
     plain = copy.deepcopy(model)
-    names = [name for name, _ in plain.canonical_parameters()]
-    decayed = [p for n, p in plain.canonical_parameters() if n.startswith("layers") and p.dim() == 2]
-    others = [p for n, p in plain.canonical_parameters() if not (n.startswith("layers") and p.dim() == 2)]
+    names = [name for name, _ in plain.named_parameters()]
+    decayed = [p for n, p in plain.named_parameters() if n.startswith("layers") and p.dim() == 2]
+    others = [p for n, p in plain.named_parameters() if not (n.startswith("layers") and p.dim() == 2)]
     reference = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.95)
     )
@@ -100,7 +102,7 @@ def test_a_step_equals_a_plain_loop_over_torch_functions() -> None:
 def test_a_shared_block_trains_on_the_mean_of_its_layers_gradients() -> None:
     config = config_of(moe=True)
     shared = model_of(config, "all")
-    free = Decoder(config.model, Pattern.parse("none", 4).segments(), 16)
+    free = Decoder(config.model, 16)
     for target, source in zip(free.layers, shared.layers, strict=True):
         target.load_state_dict(source.state_dict())
     free.embedding.load_state_dict(shared.embedding.state_dict())
@@ -147,11 +149,11 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_named() -> None:
     train_step(model, optimizers, batch_of(), 1, 1e-2, config)
     with torch.no_grad():
         model.layers[2].attention.wo.weight[0, 0] = torch.inf
-    before = {name: parameter.clone() for name, parameter in model.canonical_parameters()}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     moments = copy.deepcopy(list(optimizers[0].state.values()))
     with pytest.raises(TenfoldError, match=r"step 2: loss nan.*layers\."):
         train_step(model, optimizers, batch_of(), 2, 1e-2, config)
-    for name, parameter in model.canonical_parameters():
+    for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
         assert parameter.grad is None
     for state, former in zip(optimizers[0].state.values(), moments, strict=True):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
 from tenfold.config.base import Section
 from tenfold.config.model import ModelConfig
 from tenfold.config.units import Count, Lengths, OptionalCount, Share, Sharing, Until, Weights
+
+Part = Literal["attention", "ffn", "experts", "router", "norms"]
 
 
 class PrepareConfig(Section):
@@ -154,6 +156,9 @@ class StageConfig(Section):
 
     name: str = Field("real", min_length=1, description="What the stage is called in logs and plots.")
     sharing: Sharing = Field("none", description="Which layers share one set of weights.")
+    parts: list[Part] = Field(
+        list(get_args(Part)), min_length=1, description="What of a layer is shared; the rest is each layer's own."
+    )
     until: Until = Field(
         None,
         description='Where in the run the stage ends ("20%", {tokens = "2B"}, {steps = 500}); the last stage: unset.',

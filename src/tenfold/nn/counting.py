@@ -32,14 +32,13 @@ class Counts:
 def count(model: Decoder, sequence_length: int) -> Counts:
     """Count a model, which may be on the meta device; `sequence_length` (tokens) enters through attention."""
     config = model.config
-    outside = _numel(parameter for name, parameter in model.named_parameters() if not name.startswith("segments."))
-    by_block = {block: _numel(block.parameters()) for block in model.blocks}
+    outside = _numel(parameter for name, parameter in model.named_parameters() if not name.startswith("layers."))
     experts_in_layer = sum(
         _numel(module.experts.parameters())
-        for module in model.blocks[0].modules()
+        for module in model.layers[0].modules()
         if isinstance(module, MixtureOfExperts)
     )
-    layers_total = sum(by_block[block] for block in model.layers)
+    layers_total = sum(_numel(layer.parameters()) for layer in model.layers)
     expert_total = experts_in_layer * config.layers
     chosen = config.moe.prototypes * config.moe.top_k / config.moe.experts if config.moe.experts else 0.0
     active_experts = round(expert_total * chosen)
@@ -55,7 +54,7 @@ def count(model: Decoder, sequence_length: int) -> Counts:
     attention = config.layers * 2 * config.heads * config.head_width * seen
     return Counts(
         total=outside + layers_total,
-        stored=outside + sum(by_block.values()),
+        stored=_numel(model.parameters()),
         active=outside + layers_total - expert_total + active_experts,
         expert=expert_total,
         flops_per_token=3 * 2 * (matrices + attention),

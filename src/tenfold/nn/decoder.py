@@ -1,8 +1,7 @@
-"""The model, decoder or encoder: embedding, segments of layers, final norm and output matrix."""
+"""The model, decoder or encoder: embedding, layers, final norm and output matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from tenfold.nn.moe import FeedForward, MixtureOfExperts
 
 
 class Block(nn.Module):
-    """The weights of one layer, or of all the layers that share them: attention and feed-forward, with norms.
+    """One layer: attention and feed-forward, with norms.
 
     With `recompute` only the layer's input is kept for the backward pass, and the routing decision: it is made once.
     """
@@ -72,27 +71,6 @@ def _keep_routing() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
-class Segment(nn.Module):
-    """Consecutive layers whose blocks no other layer uses; the unit of delinking.
-
-    A module of its own, so that whatever is done by module (sharding, placement) happens once however often its
-    blocks are called.
-    """
-
-    def __init__(self, blocks: Sequence[nn.Module], order: Sequence[int]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-        self.order = tuple(order)
-
-    def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, list[Tensor]]:
-        statistics = []
-        for index in self.order:
-            x_BTD, layer_statistics = self.blocks[index](x_BTD, context)
-            context = context.above()
-            statistics.append(layer_statistics)
-        return x_BTD, statistics
-
-
 class Transform(nn.Module):
     """From the last layer's width to the embedding's; for masked places BERT's dense layer, GELU and norm."""
 
@@ -108,18 +86,17 @@ class Transform(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A GPT-2- or Llama-shaped language model whose layers may share blocks; with `objective = "masked"` an encoder
-    of BERT's or ALBERT's shape, in which every position sees all others.
+    """A GPT-2- or Llama-shaped language model; with `objective = "masked"` an encoder of BERT's or ALBERT's shape, in
+    which every position sees all others.
 
-    `segments` gives, segment by segment, the block that each layer uses (`Pattern.segments()`). `dtype` is the
-    dtype of activations; weights are fp32. Parameters have canonical names by layer, whatever the pattern: a shared
-    block goes by the first layer that uses it (`layers.0.attention.wq.weight`).
+    `dtype` is the dtype of activations; weights are fp32. Layers that share hold the same parameters
+    (`sharing.tying`), and `named_parameters` has each once, under the first layer that uses it
+    (`layers.0.attention.wq.weight`).
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        segments: Sequence[Sequence[int]],
         max_positions: int,
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
@@ -137,9 +114,7 @@ class Decoder(nn.Module):
         self.positions = nn.Embedding(self.max_positions, columns) if learned else None
         self.embedding_norm = Norm(config, columns) if config.embedding_norm else None
         self.projection = Linear(columns, config.hidden, bias=config.bias) if factorised else None
-        self.segments = nn.ModuleList(
-            Segment([Block(config, recompute) for _ in range(len(set(run)))], _renumber(run)) for run in segments
-        )
+        self.layers = nn.ModuleList(Block(config, recompute) for _ in range(config.layers))
         self.norm = None if post_norm else Norm(config, config.hidden)
         self.transform = Transform(config) if masked or factorised else None
         self.head = None if config.tie_embeddings else Linear(columns, config.padded_vocab(), bias=False)
@@ -172,10 +147,10 @@ class Decoder(nn.Module):
                 rotary = rotary[:, positions_BT].unsqueeze(2)  # [2, B, 1, T, W / 2]
         context = Context(rotary, caches, self.config.objective != "masked", starts)
         statistics = []
-        for segment in self.segments:
-            x_BTD, layer_statistics = segment(x_BTD, context)
-            context = context.above(len(layer_statistics))
-            statistics += layer_statistics
+        for layer in self.layers:
+            x_BTD, layer_statistics = layer(x_BTD, context)
+            context = context.above()
+            statistics.append(layer_statistics)
         return x_BTD if self.norm is None else self.norm(x_BTD), torch.stack(statistics)
 
     @property
@@ -193,42 +168,3 @@ class Decoder(nn.Module):
         logits = F.linear(inner, self.output_weight.to(inner.dtype))
         logits = logits.to(torch.promote_types(inner.dtype, torch.float32))
         return (logits if self.output_bias is None else logits + self.output_bias)[..., : self.vocab_size]
-
-    @property
-    def layers(self) -> list[Block]:
-        """The block of each layer, by depth; layers that share have the same one."""
-        return [segment.blocks[index] for segment in self.segments for index in segment.order]  # type: ignore[misc, union-attr, index]
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The distinct blocks, by the first layer that uses them."""
-        return list(dict.fromkeys(self.layers))
-
-    def set_layers(self, layers: Sequence[nn.Module], segments: Sequence[Sequence[int]]) -> None:
-        """Give every layer its block anew (after delinking), cut into `segments`."""
-        rebuilt, start = nn.ModuleList(), 0
-        for run in segments:
-            blocks = list(dict.fromkeys(layers[start : start + len(run)]))
-            rebuilt.append(Segment(blocks, _renumber(run)))
-            start += len(run)
-        self.segments = rebuilt
-
-    def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every stored parameter once, under its canonical name."""
-        for name, parameter in self.named_parameters():
-            if not name.startswith("segments."):
-                yield name, parameter
-        layers = self.layers
-        for block in self.blocks:
-            for name, parameter in block.named_parameters():
-                yield f"layers.{layers.index(block)}.{name}", parameter
-
-    def uses(self) -> dict[nn.Parameter, int]:
-        """How many layers use each block parameter."""
-        layers = self.layers
-        return {parameter: layers.count(block) for block in self.blocks for parameter in block.parameters()}
-
-
-def _renumber(run: Sequence[int]) -> list[int]:
-    seen: dict[int, int] = {}
-    return [seen.setdefault(block, len(seen)) for block in run]

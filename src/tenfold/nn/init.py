@@ -19,7 +19,7 @@ def initialize(model: Decoder, seed: int) -> None:
     """
     std = model.config.init_std
     residual_std = std if model.config.norm_position == "post" else std / math.sqrt(2 * model.config.layers)
-    for name, parameter in model.canonical_parameters():
+    for name, parameter in model.named_parameters():
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if leaf.endswith("norm"):
             parameter.fill_(1.0)

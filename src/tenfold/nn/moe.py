@@ -12,7 +12,7 @@ C = Z * top_k choices of a token, R routed rows (at most N * C).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -128,18 +128,18 @@ class MixtureOfExperts(nn.Module):
 
 
 @torch.no_grad()
-def update_balance_bias(layers: Sequence[nn.Module], loads_LE: Tensor, config: MoEConfig) -> None:
+def update_balance_bias(layers: Iterable[nn.Module], loads_LE: Tensor, config: MoEConfig) -> None:
     """Raise the balancing bias of experts under their prototype's mean load by `bias_rate`, lower that of those over.
 
-    `layers` are the blocks by depth and `loads_LE` the tokens of one step; a block that several layers use goes by
-    their sum (arXiv 2408.15664, algorithm 1).
+    `loads_LE` are the tokens of one step; a bias that several layers share goes by their sum (arXiv 2408.15664,
+    algorithm 1).
     """
-    by_block: dict[nn.Module, Tensor] = {}
-    for block, loads_E in zip(layers, loads_LE, strict=True):
-        by_block[block] = by_block[block] + loads_E if block in by_block else loads_E
-    for block, loads_E in by_block.items():
-        loads_ZP = loads_E.unflatten(0, (config.prototypes, -1))
-        step_E = (loads_ZP.mean(1, keepdim=True) - loads_ZP).sign().flatten() * config.bias_rate
-        for module in block.modules():
+    by_bias: dict[nn.Parameter, Tensor] = {}
+    for layer, loads_E in zip(layers, loads_LE, strict=True):
+        for module in layer.modules():
             if isinstance(module, MixtureOfExperts) and module.balance_bias is not None:
-                module.balance_bias.add_(step_E)
+                bias = module.balance_bias
+                by_bias[bias] = by_bias[bias] + loads_E if bias in by_bias else loads_E
+    for bias, loads_E in by_bias.items():
+        loads_ZP = loads_E.unflatten(0, (config.prototypes, -1))
+        bias.add_((loads_ZP.mean(1, keepdim=True) - loads_ZP).sign().flatten() * config.bias_rate)

@@ -16,8 +16,7 @@ v / uses_before^2 first; the training step divides, so that this never arises.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tenfold.errors import TenfoldError
-from tenfold.nn.decoder import Decoder
-from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Layers, Sharing, check_fits, part_of, tables, tied_pattern
 
 Moments = Literal["copy", "rescale", "reset"]
 
@@ -34,49 +32,77 @@ _FIRST = ("exp_avg", "momentum_buffer")
 _SECOND = ("exp_avg_sq", "row_var", "col_var", "variance")
 
 
-def delink(
-    model: Decoder, optimizers: Sequence[Optimizer], before: Pattern, after: Pattern, moments: Moments = "rescale"
-) -> None:
-    """Turn a model of pattern `before` into one of pattern `after`, in place, block by block.
+def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, moments: Moments = "rescale") -> None:
+    """Free what `after` no longer shares among `layers`, in place, parameter by parameter.
 
-    The function the model computes does not change. Optimizer groups and state follow; gradients must be cleared
-    first. Raises TenfoldError, with both patterns, when `after` does not refine `before`.
+    What is shared now is seen from the layers themselves. The function they compute does not change. Optimizer groups
+    and state follow; gradients must be cleared first. Raises TenfoldError, with nothing changed, when `after` does not
+    refine what is shared now, or when a state cannot be rescaled.
     """
-    after.check_refines(before, "delinking")
-    assert all(parameter.grad is None for parameter in model.parameters()), "clear gradients before delinking"
-    layers: list[nn.Module] = list(model.layers)
-    taken: set[nn.Module] = set()
-    blocks: list[nn.Module] = []
-    for block in range(after.stored_blocks):
-        layer = after.first_layer(block)
-        parent = layers[layer]
-        q = before.uses(before.blocks[layer]) / after.uses(block)
-        # The first of a parent's children keeps its weights; it is changed last, once the others have copied it.
-        child = copy.deepcopy(parent) if parent in taken else parent
-        taken.add(parent)
-        blocks.append(child)
+    places = tables(layers)
+    check_fits(layers, after)
+    patterns = {name: after.of(part_of(layers[0], name), name) for name in places}
+    for name, column in places.items():
+        patterns[name].check_refines(tied_pattern(column), f"delinking {name}")
+        assert all(holder.parameter.grad is None for holder in column), "clear gradients before delinking"
+    state = _State(optimizers)
+    if moments == "rescale":
+        state.check_rescales(column[0].parameter for column in places.values())
+    for name, column in places.items():
+        before, pattern = tied_pattern(column), patterns[name]
+        if pattern == before:
+            continue
+        parents = [holder.parameter for holder in column]
+        kept: list[tuple[nn.Parameter, float]] = []
+        taken: set[nn.Parameter] = set()
+        for block in range(pattern.stored_blocks):
+            layer = pattern.first_layer(block)
+            parent, q = parents[layer], before.uses(before.blocks[layer]) / pattern.uses(block)
+            # The first of a parent's children keeps its memory; its state changes last, when all have copied it.
+            if parent in taken:
+                child = nn.Parameter(parent.detach().clone(), parent.requires_grad)
+                state.carry(parent, child, moments, q)
+                for holder, mine in zip(column, pattern.blocks, strict=True):
+                    if mine == block:
+                        holder.hold(child)
+            else:
+                taken.add(parent)
+                kept.append((parent, q))
+        for parent, q in kept:
+            if q > 1:
+                state.carry(parent, parent, moments, q)
+
+
+class _State:
+    """Where the optimizers keep each parameter."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._of = {
+            parameter: (optimizer, group)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def check_rescales(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise TenfoldError unless the state of all of them is of kinds that `carried` can rescale."""
+        for parameter in parameters:
+            if parameter in self._of:
+                for key in self._of[parameter][0].state.get(parameter, {}):
+                    if key not in (*_FIRST, *_SECOND, "step"):
+                        raise TenfoldError(
+                            f"delinking cannot rescale the optimizer state {key!r}; use moments = copy or reset"
+                        )
+
+    def carry(self, parent: nn.Parameter, child: nn.Parameter, moments: Moments, q: float) -> None:
+        """Give the child the parent's place and, changed as `moments` says, its state."""
+        if parent not in self._of:  # not trained
+            return
+        optimizer, group = self._of[parent]
         if child is not parent:
-            _carry_state(optimizers, parent, child, moments, q)
-    for block in range(after.stored_blocks):
-        layer = after.first_layer(block)
-        if blocks[block] is layers[layer] and after.uses(block) < before.uses(before.blocks[layer]):
-            q = before.uses(before.blocks[layer]) / after.uses(block)
-            _carry_state(optimizers, blocks[block], blocks[block], moments, q)
-    model.set_layers([blocks[block] for block in after.blocks], after.segments())
-
-
-def _carry_state(
-    optimizers: Sequence[Optimizer], parent: nn.Module, child: nn.Module, moments: Moments, q: float
-) -> None:
-    """Give the child's parameters the parent's place and state in the optimizer."""
-    inherited = dict(zip(parent.parameters(), child.parameters(), strict=True))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for old in [parameter for parameter in group["params"] if parameter in inherited]:
-                new = inherited[old]
-                if new is not old:
-                    group["params"].append(new)
-                optimizer.state[new] = carried(optimizer.state[old], group, moments, q)
+            group["params"].append(child)
+        if parent in optimizer.state:
+            optimizer.state[child] = carried(optimizer.state[parent], group, moments, q)
 
 
 @torch.no_grad()
@@ -88,8 +114,6 @@ def carried(state: dict[str, Any], group: dict[str, Any], moments: Moments, q: f
     if moments == "copy":
         return new
     for key, value in new.items():
-        if key not in (*_FIRST, *_SECOND, "step"):
-            raise TenfoldError(f"delinking cannot rescale the optimizer state {key!r}; use moments = copy or reset")
         if key == "exp_avg_sq":
             step = float(state["step"])
             if step:

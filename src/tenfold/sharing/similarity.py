@@ -22,10 +22,11 @@ def seen_layers(layers: int) -> list[int]:
 def layer_similarity(parts: Sequence[nn.Module]) -> list[list[float]]:
     """Cosine of the angle between the weights of each two layers, [L, L], from the same part of each (its attention).
 
-    A part's weights are one long vector: all its parameters, end to end. Layers that share give the same module, which
-    is looked at once. Costs one pass over the weights and a product of them for each pair of blocks.
+    A part's weights are one long vector: all its parameters, end to end. Parts of layers that share all of them are
+    looked at once. Costs one pass over the weights and a product of them for each pair.
     """
-    distinct = list(dict.fromkeys(parts))
+    keys = [tuple(part.parameters()) for part in parts]
+    distinct = list(dict(zip(keys, parts, strict=True)).values())
     products_BB = torch.zeros(len(distinct), len(distinct), dtype=torch.float64)
     for same in zip(*(module.parameters() for module in distinct), strict=True):
         flat = [weight.detach().reshape(-1) for weight in same]
@@ -34,6 +35,6 @@ def layer_similarity(parts: Sequence[nn.Module]) -> list[list[float]]:
             products_BB += (piece_BC @ piece_BC.T).double().cpu()
     norms_B = products_BB.diagonal().sqrt().clamp_min(1e-30)
     cosines_BB: Tensor = (products_BB / norms_B / norms_B[:, None]).clamp(-1, 1)
-    row = {module: index for index, module in enumerate(distinct)}
-    index_L = torch.tensor([row[part] for part in parts])
+    row = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    index_L = torch.tensor([row[key] for key in keys])
     return [[round(value, 5) for value in line] for line in cosines_BB[index_L][:, index_L].tolist()]

@@ -21,7 +21,7 @@ def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
     the router. Muon's update is scaled to the size of AdamW's, so one learning rate serves both.
     """
     matrices, decayed, plain = [], [], []
-    for name, parameter in model.canonical_parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if name.startswith("layers.") and parameter.dim() == 2 and ".router." not in name:
@@ -86,7 +86,7 @@ def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
 
 def state_tensors(model: Decoder, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
     """The optimizers' state under canonical names: `layers.0.attention.wq.weight/exp_avg`."""
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.canonical_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}/{key}": value
         for optimizer in optimizers

@@ -40,7 +40,7 @@ from tenfold.sharing.delinking import delink
 from tenfold.sharing.similarity import layer_similarity, seen_layers
 from tenfold.training.energy import Ledger
 from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, state_tensors
-from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_blocks, describe_stages
+from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_layers, describe_stages
 from tenfold.training.sources import mixture_metrics, tell_epochs
 from tenfold.training.stages import Stage, learning_rate, plan_stages
 from tenfold.training.step import StepResult, routing_metrics, train_step
@@ -126,7 +126,7 @@ class Run:
         place = manifest["place"]
         self.place = Place(**({"joules": None} | place))
         self._build(self.stages[self.place.stage])
-        fill_tensors({name: tensor.data for name, tensor in self.model.canonical_parameters()}, weights, "weights")
+        fill_tensors({name: tensor.data for name, tensor in self.model.named_parameters()}, weights, "weights")
         load_state_tensors(self.model, self.optimizers, optimizer)
         return self.place.step
 
@@ -175,13 +175,13 @@ class Run:
         return True
 
     def _build(self, stage: Stage) -> None:
-        self.model = build_model(self.config, stage.pattern, self.device)
+        self.model = build_model(self.config, stage.sharing, self.device)
         self.optimizers = build_optimizers(self.model, self.config.optim)
         self._compile()
 
     def _compile(self) -> None:
         if self.config.training.compile:
-            compile_blocks(self.model.blocks)
+            compile_layers(self.model.layers)
 
     def _advance(self, stage: Stage) -> None:
         """One step, and what is due after it: metrics, validation, checkpoint."""
@@ -310,8 +310,8 @@ class Run:
         seen = seen_layers(len(layers))
         if len(seen) > 1:
             kinds = {
-                "attention": layer_similarity([layers[layer].attention for layer in seen]),
-                "ffn": layer_similarity([layers[layer].ffn for layer in seen]),
+                "attention": layer_similarity([layers[layer].get_submodule("attention") for layer in seen]),
+                "ffn": layer_similarity([layers[layer].get_submodule("ffn") for layer in seen]),
             }
             self.emit({"event": "similarity", **self._where(stage), "layers": seen, **kinds})
 
@@ -321,7 +321,7 @@ class Run:
         began = time.monotonic()
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
         logits = self._logits(probe)
-        delink(self.model, self.optimizers, before.pattern, after.pattern, after.config.moments)
+        delink(self.model.layers, self.optimizers, after.sharing, after.config.moments)
         self._compile()
         difference = (self._logits(probe) - logits).abs().max().item()
         place.stage, place.stage_seconds, place.joules_before = number, 0.0, place.joules
@@ -332,8 +332,8 @@ class Run:
                 "step": place.step,
                 "stage_from": before.name,
                 "stage_to": after.name,
-                "pattern_from": str(before.pattern),
-                "pattern_to": str(after.pattern),
+                "pattern_from": str(before.sharing),
+                "pattern_to": str(after.sharing),
                 "moments": after.config.moments,
                 "logits_equal": difference == 0.0,
                 "max_difference": difference,
@@ -358,14 +358,15 @@ class Run:
         self._where(stage)
         place = {
             "place": vars(self.place),
-            "pattern": list(stage.pattern.blocks),
+            "pattern": list(stage.sharing.pattern.blocks),
+            "parts": list(stage.sharing.parts),
             "model": self.config.model.model_dump(mode="json", exclude_none=True),
             "sequence_length": self.config.data.sequence_length,
             "precision": self.config.training.precision,
             "optimizer": self.config.optim.name,
             "data_fingerprint": self.data.fingerprint,
         }
-        weights = {name: parameter.data for name, parameter in self.model.canonical_parameters()}
+        weights = {name: parameter.data for name, parameter in self.model.named_parameters()}
         state = state_tensors(self.model, self.optimizers)
         save_checkpoint(self.checkpoints, self.place.step, weights, state, place)
         ends = {stage.last_step for stage in self.stages}

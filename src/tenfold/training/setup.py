@@ -23,6 +23,7 @@ from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.reporting.format import format_bytes
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import PARTS, Sharing, materialize, tie
 from tenfold.training.optimizers import fill_tensors
 from tenfold.training.stages import Stage
 
@@ -115,20 +116,21 @@ def check_tokens(data: TrainingData, vocab_size: int) -> None:
                     )
 
 
-def build_model(config: RunConfig, pattern: Pattern, device: torch.device) -> Decoder:
+def build_model(config: RunConfig, sharing: Sharing, device: torch.device) -> Decoder:
     """The model of a resolved configuration with initial weights, made on the meta device and filled on `device`."""
-    with torch.device("meta"):
-        model = shape_of(config, pattern)
-    model.to_empty(device=device)
+    model = shape_of(config, sharing)
+    materialize(model, device)
     initialize(model, config.training.seed)
     return model
 
 
-def shape_of(config: RunConfig, pattern: Pattern) -> Decoder:
-    """The model of a resolved configuration, on the current default device."""
+def shape_of(config: RunConfig, sharing: Sharing) -> Decoder:
+    """The model of a resolved configuration on the meta device."""
     training = config.training
-    dtype = DTYPES[training.precision]
-    return Decoder(config.model, pattern.segments(), config.data.sequence_length, dtype, training.recompute)
+    with torch.device("meta"):
+        model = Decoder(config.model, config.data.sequence_length, DTYPES[training.precision], training.recompute)
+    tie(model.layers, sharing)
+    return model
 
 
 def check_compiler(device: torch.device) -> None:
@@ -139,22 +141,22 @@ def check_compiler(device: torch.device) -> None:
         raise TenfoldError(f"training.compile = true needs {' and '.join(missing)}; install it, or set it to false")
 
 
-def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """torch.compile each block in place; blocks of one shape share the compiled code."""
-    for block in blocks:
-        block.compile()
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """torch.compile each layer in place; layers of one shape share the compiled code."""
+    for layer in layers:
+        layer.compile()
 
 
 def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, Any]]:
     """What each stage weighs and costs, counted on the model itself, built on the meta device."""
     described = []
     for stage in stages:
-        with torch.device("meta"):
-            counts = count(shape_of(config, stage.pattern), stage.lengths[-1])
+        counts = count(shape_of(config, stage.sharing), stage.lengths[-1])
         described.append(
             {
                 "name": stage.name,
                 "sharing": stage.config.sharing,
+                **({} if stage.sharing.parts == PARTS else {"parts": stage.sharing.parts}),
                 "total_parameters": counts.total,
                 "stored_parameters": counts.stored,
                 "active_parameters": counts.active,
@@ -206,9 +208,9 @@ def load_model(run: Path, step: int | None, device: torch.device) -> Decoder:
     path = find_checkpoint(run, step)
     manifest, weights, _ = load_checkpoint(path)
     config = build(ModelConfig, manifest["model"], str(path / "manifest.json"))
-    segments = Pattern(manifest["pattern"]).segments()
     with torch.device("meta"):
-        model = Decoder(config, segments, manifest["sequence_length"], DTYPES[manifest["precision"]])
-    model.to_empty(device=device)
-    fill_tensors({name: parameter.data for name, parameter in model.canonical_parameters()}, weights, "weights")
+        model = Decoder(config, manifest["sequence_length"], DTYPES[manifest["precision"]])
+    tie(model.layers, Sharing(Pattern(manifest["pattern"]), tuple(manifest.get("parts", PARTS))))
+    materialize(model, device)
+    fill_tensors({name: parameter.data for name, parameter in model.named_parameters()}, weights, "weights")
     return model

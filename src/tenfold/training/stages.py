@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tenfold.config.run import OptimConfig, RunConfig, StageConfig
 from tenfold.errors import TenfoldError
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Sharing
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Stage:
     """
 
     config: StageConfig
-    pattern: Pattern
+    sharing: Sharing
     batch_size: int
     first_step: int
     last_step: int
@@ -88,11 +89,11 @@ def plan_stages(config: RunConfig) -> list[Stage]:
     for number, stage in enumerate(config.stages):
         where = f"stages.{number} ({stage.name})"
         try:
-            pattern = Pattern.parse(stage.sharing, config.model.layers)
+            sharing = Sharing(Pattern.parse(stage.sharing, config.model.layers), tuple(stage.parts))
         except TenfoldError as error:
             raise TenfoldError(f"{where}: {error}") from None
         if stages:
-            pattern.check_refines(stages[-1].pattern, where)
+            sharing.check_refines(stages[-1].sharing, where)
         if stage.mixture is not None:
             weights = tuple(stage.mixture.get(name, 0.0) for name in names)
         _check_lengths(stage, length, where)
@@ -112,7 +113,7 @@ def plan_stages(config: RunConfig) -> list[Stage]:
                 f"{where} would have no steps: it ends at {_amount(end)}, and when it begins the run has reached "
                 f"{step} steps, {sample * length} tokens"
             )
-        stages.append(Stage(stage, pattern, batch, step, last, sample, length, weights))
+        stages.append(Stage(stage, sharing, batch, step, last, sample, length, weights))
         sample += (last - step) * batch
         step = last
     return stages

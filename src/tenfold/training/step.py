@@ -16,6 +16,7 @@ from tenfold.nn.decoder import Decoder
 from tenfold.nn.loss import IGNORE
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
 from tenfold.nn.objective import cut_sequences, loss_sum, make_example
+from tenfold.sharing.tying import uses
 from tenfold.training.optimizers import set_learning_rate
 
 
@@ -68,10 +69,10 @@ def train_step(
         total_statistics_LS = total_statistics_LS + statistics_LS.detach()
     assert isinstance(total_statistics_LS, Tensor)
 
-    # A block that several layers use has the sum of their gradients; it trains on the mean.
-    for parameter, uses in model.uses().items():
-        if uses > 1 and parameter.grad is not None:
-            parameter.grad /= uses
+    # A parameter that several layers use has the sum of their gradients; it trains on the mean.
+    for parameter, count in uses(model.layers).items():
+        if count > 1 and parameter.grad is not None:
+            parameter.grad /= count
 
     # One norm over all stored parameters, each once; then nothing that is not finite reaches the weights.
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -124,7 +125,7 @@ def routing_metrics(result: StepResult, config: RunConfig) -> dict[str, object]:
 def _describe_not_finite(model: Decoder, step: int, loss: float) -> str:
     names = [
         name
-        for name, parameter in model.canonical_parameters()
+        for name, parameter in model.named_parameters()
         if parameter.grad is not None and not parameter.grad.isfinite().all()
     ]
     where = f"; gradients that are not finite: {', '.join(names[:3])}" if names else ""

@@ -1,0 +1,185 @@
+"""Sharing as ties: alike layers whose parameters of one name are one parameter. For our decoder and for other models.
+
+Layers stay modules of their own, with their own buffers and attributes (an index into a cache, say); only parameters
+are shared. A parameter that several layers hold is found first, and saved, under the lowest of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from tenfold.errors import TenfoldError
+from tenfold.sharing.patterns import Pattern
+
+PARTS = ("attention", "ffn", "experts", "router", "norms")
+"""What a layer is made of. ffn: dense feed-forwards, an always active expert among them; experts: the routed ones."""
+
+
+Layers = Sequence[nn.Module] | nn.ModuleList
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """Which layers share (`pattern`), and what of them (`parts`); all else is each layer's own.
+
+    A part is one of `PARTS`, or a glob over the names that a layer's parameters have in it ("mlp.*").
+    """
+
+    pattern: Pattern
+    parts: tuple[str, ...] = PARTS
+
+    def of(self, part: str, name: str = "") -> Pattern:
+        """The pattern of a parameter that belongs to `part` and has `name` in its layer."""
+        shared = part in self.parts or any(fnmatchcase(name, glob) for glob in self.parts if glob not in PARTS)
+        return self.pattern if shared else Pattern(range(self.pattern.layers))
+
+    def segments(self) -> list[range]:
+        """The segments: shortest runs of consecutive layers that no shared parameter crosses."""
+        runs, start = [], 0
+        for run in self.pattern.segments() if self.parts else [(0,)] * self.pattern.layers:
+            runs.append(range(start, start + len(run)))
+            start += len(run)
+        return runs
+
+    def check_refines(self, coarser: Sharing, where: str) -> None:
+        """Raise TenfoldError unless this one can be reached from `coarser` by delinking, part by part."""
+        for part in PARTS:
+            mine, theirs = self.of(part), coarser.of(part)
+            mine.check_refines(theirs, where if self.parts == coarser.parts else f"{where}: {part}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sharing) and all(self.of(part) == other.of(part) for part in PARTS)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.of(part) for part in PARTS))
+
+    def __str__(self) -> str:
+        all_of_them = self.parts == PARTS or self.pattern.stored_blocks == self.pattern.layers
+        return str(self.pattern) if all_of_them else f"{self.pattern} of {', '.join(self.parts)}"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Where a parameter sits: `module`'s own attribute."""
+
+    module: nn.Module
+    attribute: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        found = self.module._parameters[self.attribute]
+        assert found is not None
+        return found
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        self.module._parameters[self.attribute] = parameter
+
+
+def holders(layer: nn.Module) -> dict[str, Holder]:
+    """Every place of a parameter in `layer`, by name."""
+    return {
+        f"{path}.{attribute}" if path else attribute: Holder(module, attribute)
+        for path, module in layer.named_modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+
+def part_of(layer: nn.Module, name: str) -> str:
+    """The part that a parameter of `layer` belongs to, by its name and by the modules that it is in.
+
+    norms: of a module whose class is called a norm; experts: under a module `experts`; router: beside one, in a module
+    or a parameter of another name than `shared...`; attention: under a name with attn or attention; else ffn.
+    """
+    *path, _ = name.split(".")
+    modules = [layer]
+    for step in path:
+        modules.append(getattr(modules[-1], step))
+    if "norm" in type(modules[-1]).__name__.lower():
+        return "norms"
+    if "experts" in path:
+        return "experts"
+    for depth, module in enumerate(modules):
+        if hasattr(module, "experts") and not name.split(".")[depth].startswith("shared"):
+            return "router"
+    return "attention" if any("attn" in step or "attention" in step for step in path) else "ffn"
+
+
+def tables(layers: Layers) -> dict[str, list[Holder]]:
+    """For each parameter name the places of it, layer by layer.
+
+    Raises TenfoldError, naming layer and parameter, when the layers are not alike.
+    """
+    if not layers:
+        raise TenfoldError("there are no layers to share")
+    by_layer = [holders(layer) for layer in layers]
+    for number, mine in enumerate(by_layer):
+        for name in sorted(by_layer[0].keys() ^ mine.keys()):
+            raise TenfoldError(
+                f"layers 0 and {number} are not alike: only layer {0 if name in by_layer[0] else number} has {name}"
+            )
+        for name, holder in mine.items():
+            shape, first = tuple(holder.parameter.shape), tuple(by_layer[0][name].parameter.shape)
+            if shape != first:
+                raise TenfoldError(f"layers 0 and {number} are not alike: {name} is {first} there and {shape} here")
+    return {name: [mine[name] for mine in by_layer] for name in by_layer[0]}
+
+
+def tie(layers: Layers, sharing: Sharing) -> None:
+    """Make layers that share hold the parameters of the first of them. Nothing is averaged: the others' are let go.
+
+    Raises TenfoldError when the layers are not alike, are not as many as the pattern's, or have nothing of a part.
+    """
+    places = tables(layers)
+    check_fits(layers, sharing)
+    for name, column in places.items():
+        pattern = sharing.of(part_of(layers[0], name), name)
+        for holder, block in zip(column, pattern.blocks, strict=True):
+            holder.hold(column[pattern.first_layer(block)].parameter)
+
+
+def check_fits(layers: Layers, sharing: Sharing) -> None:
+    """As many layers as the pattern has, and something in them of every part that is named (of all, when all are)."""
+    if len(layers) != (wanted := sharing.pattern.layers):
+        raise TenfoldError(f"the sharing map {sharing.pattern} is for {wanted} layers, not {len(layers)}")
+    if sharing.parts == PARTS:
+        return
+    names = {name: part_of(layers[0], name) for name in holders(layers[0])}
+    for part in sharing.parts:
+        if part not in names.values() and not any(fnmatchcase(name, part) for name in names):
+            there = ", ".join(sorted(set(names.values())))
+            raise TenfoldError(f"the layers have nothing of {part!r} to share; they have {there}")
+
+
+def tied_pattern(column: Sequence[Holder]) -> Pattern:
+    """Which layers hold the same parameter now."""
+    return Pattern(id(holder.parameter) for holder in column)
+
+
+def uses(layers: Layers) -> dict[nn.Parameter, int]:
+    """How many layers use each of their parameters."""
+    return Counter(parameter for layer in layers for parameter in layer.parameters())
+
+
+def materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer of a model on the meta device memory on `device`, each once: ties stay ties.
+
+    `Module.to_empty` would give every layer memory of its own.
+    """
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in parameters:
+                    empty = torch.empty_like(parameter, device=device)
+                    parameters[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                module._parameters[name] = parameters[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
