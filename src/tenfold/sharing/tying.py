@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,6 +39,15 @@ class Sharing:
         """The pattern of a parameter that belongs to `part` and has `name` in its layer."""
         shared = part in self.parts or any(fnmatchcase(name, glob) for glob in self.parts if glob not in PARTS)
         return self.pattern if shared else Pattern(range(self.pattern.layers))
+
+    def dump(self) -> dict[str, Any]:
+        """What a checkpoint's manifest keeps of it; `load` reads it."""
+        return {"pattern": list(self.pattern.blocks), "parts": list(self.parts)}
+
+    @classmethod
+    def load(cls, manifest: dict[str, Any]) -> Sharing:
+        """The sharing that a manifest tells."""
+        return cls(Pattern(manifest["pattern"]), tuple(manifest.get("parts", PARTS)))
 
     def segments(self) -> list[range]:
         """The segments: shortest runs of consecutive layers that no shared parameter crosses."""

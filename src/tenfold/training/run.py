@@ -358,8 +358,7 @@ class Run:
         self._where(stage)
         place = {
             "place": vars(self.place),
-            "pattern": list(stage.sharing.pattern.blocks),
-            "parts": list(stage.sharing.parts),
+            **stage.sharing.dump(),
             "model": self.config.model.model_dump(mode="json", exclude_none=True),
             "sequence_length": self.config.data.sequence_length,
             "precision": self.config.training.precision,

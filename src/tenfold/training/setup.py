@@ -22,7 +22,6 @@ from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.reporting.format import format_bytes
-from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing, materialize, tie
 from tenfold.training.optimizers import fill_tensors
 from tenfold.training.stages import Stage
@@ -210,7 +209,7 @@ def load_model(run: Path, step: int | None, device: torch.device) -> Decoder:
     config = build(ModelConfig, manifest["model"], str(path / "manifest.json"))
     with torch.device("meta"):
         model = Decoder(config, manifest["sequence_length"], DTYPES[manifest["precision"]])
-    tie(model.layers, Sharing(Pattern(manifest["pattern"]), tuple(manifest.get("parts", PARTS))))
+    tie(model.layers, Sharing.load(manifest))
     materialize(model, device)
     fill_tensors({name: parameter.data for name, parameter in model.named_parameters()}, weights, "weights")
     return model
