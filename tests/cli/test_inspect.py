@@ -100,11 +100,16 @@ def test_a_mixture_is_shown_by_stage_and_source(corpus: Path, capsys: pytest.Cap
         (["a.jsonl"], "has no field 'text'"),
         (["a.jsonl", "--documents", "-1"], "give 0 or more"),
         (["nowhere.toml"], "there is no run file"),
+        (["blank.jsonl"], "blank.jsonl holds no text: 2 documents, and all of them are empty"),
+        (["a.txt", "--tokenizer", "broken.json"], "broken.json"),
     ],
 )
 def test_mistakes_are_one_message(
     corpus: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
+    corpus.with_name("blank.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
+    corpus.with_name("a.txt").write_text("some text")
+    corpus.with_name("broken.json").write_text("{}")
     assert main(["inspect", *words]) == 2
     err = capsys.readouterr().err
     assert message in " ".join(err.split())

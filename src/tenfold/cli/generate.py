@@ -64,12 +64,18 @@ class GenerateArguments:
 def main(argv: list[str]) -> int:
     """Print each prompt and what the model makes of it."""
     arguments = tyro.cli(GenerateArguments, args=argv, prog="tenfold generate", description=DESCRIPTION)
-    fits = arguments.tokens > 0 and arguments.temperature >= 0 and arguments.top_k >= 0 and 0 < arguments.top_p <= 1
-    if not (fits and 0 <= arguments.seed < 2**63 and arguments.batch_size > 0):
-        raise TenfoldError(
-            "generate needs --tokens > 0, --temperature >= 0, --top-k >= 0, --top-p over 0 up to 1, --batch-size > 0 "
-            "and --seed from 0 to 2**63 - 1"
-        )
+    limits = {
+        "tokens": ("more than 0", arguments.tokens > 0),
+        "temperature": ("0 or more", arguments.temperature >= 0),
+        "top_k": ("0 or more", arguments.top_k >= 0),
+        "top_p": ("over 0, up to 1", 0 < arguments.top_p <= 1),
+        "seed": ("from 0 to 2**63 - 1", 0 <= arguments.seed < 2**63),
+        "batch_size": ("more than 0", arguments.batch_size > 0),
+    }
+    for name, (allowed, fits) in limits.items():
+        if not fits:
+            flag = name.replace("_", "-")
+            raise TenfoldError(f"--{flag} {getattr(arguments, name)}: it must be {allowed}")
     stops = [stop.replace("\\n", "\n") for stop in arguments.stop]
     if "" in stops:
         raise TenfoldError("--stop is empty: every text ends before nothing; leave it out, or give a text")

@@ -73,16 +73,21 @@ def _inspect(data: DataConfig, documents: int, as_plain: bool) -> None:
     from tenfold.data.prepare import look_up
     from tenfold.data.progress import Progress
     from tenfold.data.shards import TokenData
+    from tenfold.data.vocabulary import load_tokenizer
     from tenfold.reporting.contents import text_lines, token_lines
 
     progress, console = Progress(show=True), Console(highlight=False, soft_wrap=True, markup=False)
     found = look_up(data, progress)
+    if data.tokenizer is not None:  # one that cannot be used is told now, not when the text is prepared
+        load_tokenizer(Path(data.tokenizer).expanduser())
     facts: TokenFacts | TextFacts
     with progress.phase("reading") as advance:
         if isinstance(found, TokenData):
             facts = inspect_tokens(found, documents, advance)
         else:
             facts = inspect_text(found.source.parts, documents, advance)
+            if not facts.lengths.documents:
+                raise TenfoldError(f"{data.path} holds no text: {facts.empty:,} documents, and all of them are empty")
     if as_plain:
         print(json.dumps({"path": data.path} | as_json(facts), ensure_ascii=False))
         return

@@ -73,8 +73,8 @@ def open_source(source: str, text_field: str, recipe_folder: Path, progress: Pro
             path.stat()
         except FileNotFoundError:
             raise TenfoldError(
-                f"there is no file or folder {path}; data.path (SOURCE of `tenfold prepare`) is text, python-stdlib or "
-                "recipe:NAME"
+                f"there is no file or folder {path}; a source (data.path, the path of one in data.mixture, SOURCE of "
+                "`tenfold prepare`) is text, python-stdlib or recipe:NAME"
             ) from None
     if holds_shards(path):
         raise TenfoldError(f"{path} holds token shards already; give the text they were made from")
