@@ -182,10 +182,10 @@ def test_rescale_multiplies_every_second_moment_of_adafactor_and_none_of_muon(tr
 
 def test_a_state_that_nobody_can_rescale_is_refused_by_name_and_nothing_changes(tiny_decoder):
     model = tiny_decoder("all")
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    optimizer = torch.optim.Adadelta(model.parameters())
     step(model, [optimizer])
     held = list(model.parameters())
-    with pytest.raises(TenfoldError, match="max_exp_avg_sq"):
+    with pytest.raises(TenfoldError, match="square_avg"):
         delink(model.layers, [optimizer], Sharing(Pattern.parse("none", 4)))
     assert all(mine is theirs for mine, theirs in zip(model.parameters(), held, strict=True))
 

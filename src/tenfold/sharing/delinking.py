@@ -6,9 +6,10 @@ What each choice of `moments` means for a block that trained on the mean gradien
 - copy: every tensor of the state as it is.
 - rescale: first moments as they are, since the mean gradient has the scale of one layer's. Second moments are too
   small: averaging q groups whose gradient noise is independent divides the variance by q. With m and v corrected for
-  their start (AdamW), v' = v + (q - 1) * max(v - m^2, 0). Adafactor keeps no first moment, so nothing tells noise from
-  signal: all of its second moment is multiplied by q, which errs towards smaller steps. Muon has no second moment.
-- reset: state as of a new optimizer, all zeros.
+  their start (AdamW), v' = v + (q - 1) * max(v - m^2, 0). AMSGrad's largest v so far grows by as much as v. Adafactor
+  keeps no first moment of the gradient, so nothing tells noise from signal: all of its second moment is multiplied by
+  q, which errs towards smaller steps. Muon and SGD have no second moment.
+- reset: state as of a new optimizer: zeros, or, where the state is of another kind than these, none yet.
 
 A block trained on the *sum* of the gradients would hand over moments that are too large, and want m / uses_before and
 v / uses_before^2 first; the training step divides, so that this never arises.
@@ -16,12 +17,15 @@ v / uses_before^2 first; the training step divides, so that this never arises.
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tenfold.errors import TenfoldError
 from tenfold.sharing.tying import Layers, Sharing, check_fits, part_of, tables, tied_pattern
@@ -29,7 +33,9 @@ from tenfold.sharing.tying import Layers, Sharing, check_fits, part_of, tables, 
 Moments = Literal["copy", "rescale", "reset"]
 
 _FIRST = ("exp_avg", "momentum_buffer")
-_SECOND = ("exp_avg_sq", "row_var", "col_var", "variance")
+_SECOND = ("exp_avg_sq", "row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col")
+_LARGEST = "max_exp_avg_sq"
+_KNOWN = {*_FIRST, *_SECOND, _LARGEST, "step", "RMS"}  # RMS: of the weights, in the Adafactor of transformers
 
 
 def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, moments: Moments = "rescale") -> None:
@@ -44,7 +50,8 @@ def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, mome
     patterns = {name: after.of(part_of(layers[0], name), name) for name in places}
     for name, column in places.items():
         patterns[name].check_refines(tied_pattern(column), f"delinking {name}")
-        assert all(holder.parameter.grad is None for holder in column), "clear gradients before delinking"
+        if any(holder.parameter.grad is not None for holder in column):
+            raise TenfoldError(f"delinking: {name} has a gradient; clear gradients (optimizer.zero_grad()) first")
     state = _State(optimizers)
     if moments == "rescale":
         state.check_rescales(column[0].parameter for column in places.values())
@@ -62,6 +69,7 @@ def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, mome
             if parent in taken:
                 child = nn.Parameter(parent.detach().clone(), parent.requires_grad)
                 state.carry(parent, child, moments, q)
+                state.name(parent, child, name, layer)
                 for holder, mine in zip(column, pattern.blocks, strict=True):
                     if mine == block:
                         holder.hold(child)
@@ -89,7 +97,7 @@ class _State:
         for parameter in parameters:
             if parameter in self._of:
                 for key in self._of[parameter][0].state.get(parameter, {}):
-                    if key not in (*_FIRST, *_SECOND, "step"):
+                    if key not in _KNOWN:
                         raise TenfoldError(
                             f"delinking cannot rescale the optimizer state {key!r}; use moments = copy or reset"
                         )
@@ -104,22 +112,53 @@ class _State:
         if parent in optimizer.state:
             optimizer.state[child] = carried(optimizer.state[parent], group, moments, q)
 
+    def name(self, parent: nn.Parameter, child: nn.Parameter, name: str, layer: int) -> None:
+        """Name a child after its layer, in an optimizer that was made from `named_parameters`."""
+        _, group = self._of.get(parent, (None, {}))
+        if "param_names" in group:
+            (place,) = (place for place, mine in enumerate(group["params"]) if mine is parent)
+            old = group["param_names"][place]
+            group["param_names"].append(re.sub(rf"\d+\.{re.escape(name)}$", f"{layer}.{name}", old))
+
 
 @torch.no_grad()
 def carried(state: dict[str, Any], group: dict[str, Any], moments: Moments, q: float) -> dict[str, Any]:
     """A new state for one parameter, made from its parent's as the head of this file tells."""
+    if moments == "reset" and not state.keys() <= _KNOWN:
+        return {}  # as optimizers have it before the first step; zeros may mean something else
+    new = {key: _copied(value) for key, value in state.items()}
     if moments == "reset":
-        return {key: torch.zeros_like(value) for key, value in state.items()}
-    new = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-    if moments == "copy":
+        for key, value in new.items():
+            if isinstance(value, Tensor):
+                value.copy_(torch.zeros(value.shape, dtype=value.dtype, device=value.device))
+            elif value is not None:
+                new[key] = type(value)()
+    if moments != "rescale" or ("step" in state and not float(state["step"])):
         return new
-    for key, value in new.items():
-        if key == "exp_avg_sq":
-            step = float(state["step"])
-            if step:
-                corrections = [1 - beta**step for beta in group["betas"]]
-                noise = value / corrections[1] - (state["exp_avg"] / corrections[0]).square_()
-                value.add_(noise.clamp_(min=0), alpha=(q - 1) * corrections[1])
-        elif key in _SECOND:
-            value.mul_(q)
+    growth: Tensor | None = None
+    if "exp_avg_sq" in new and "betas" in group:
+        corrections = [1 - beta ** float(state["step"]) for beta in group["betas"]]
+        noise = _plain(state["exp_avg_sq"]) / corrections[1] - (_plain(state["exp_avg"]) / corrections[0]).square_()
+        growth = noise.clamp_(min=0).mul_((q - 1) * corrections[1])
+    for key in new.keys() & {*_SECOND, _LARGEST}:
+        value, wide = new[key], _plain(new[key])
+        wide = wide.mul_(q) if growth is None else wide.add_(growth)
+        if wide is not value:
+            value.copy_(wide)
     return new
+
+
+def _copied(value: Any) -> Any:
+    """A copy of one value of a state: a tensor, one that is made of several (quantized moments), a number or None."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if not is_traceable_wrapper_subclass(value):
+        return value.clone()
+    names, context = value.__tensor_flatten__()
+    inner = {name: _copied(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+
+def _plain(value: Tensor) -> Tensor:
+    """The numbers that a quantized moment stands for; any other tensor itself."""
+    return value.dequantize() if is_traceable_wrapper_subclass(value) else value

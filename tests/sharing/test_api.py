@@ -1,0 +1,292 @@
+"""`tenfold.share` and `tenfold.delink`: what they take, what they refuse, and the optimizer that goes along."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, AdamW
+
+import tenfold
+from tenfold.errors import TenfoldError
+from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import holders, tables, tied_pattern
+
+X = torch.linspace(-1, 1, 48).view(8, 6)
+
+
+class Model(nn.Module):
+    """Embedding-like input, four alike layers, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet = nn.Linear(6, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)
+        )
+        self.outlet = nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.outlet(x)
+
+
+def train(model, *optimizers, steps=3):
+    for _ in range(steps):
+        model(X).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def patterns(layers):
+    return {tied_pattern(column) for column in tables(layers).values()}
+
+
+def order(model, optimizer):
+    """For each group, the names of its parameters in their order."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def groups(model):
+    """Matrices with weight decay, the rest without: as training scripts have it."""
+    return [
+        {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def test_importing_tenfold_does_not_import_pytorch():
+    code = "import sys, tenfold; assert 'torch' not in sys.modules; tenfold.share; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_tenfold_does_not_have_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'shard'"):
+        tenfold.shard  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("pattern", "blocks"),
+    [
+        ("all", [0, 0, 0, 0]),
+        ({"groups": 2}, [0, 0, 1, 1]),
+        ({"cycle": 2}, [0, 1, 0, 1]),
+        ("sandwich", [0, 1, 1, 2]),
+        ([3, 1, 1, 3], [0, 1, 1, 0]),
+        ((0, 0, 0, 1), [0, 0, 0, 1]),
+        (Pattern([0, 1, 1, 0]), [0, 1, 1, 0]),
+    ],
+)
+def test_patterns_are_those_of_run_files(pattern, blocks):
+    model = Model()
+    tenfold.share(model.layers, pattern)
+    assert patterns(model.layers) == {Pattern(blocks)}
+
+
+def test_any_sequence_of_layers_will_do():
+    model = Model()
+    tenfold.share(list(model.layers)[1:])
+    assert patterns(model.layers) == {Pattern([0, 1, 1, 1])}
+    sequential = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    tenfold.share(sequential)
+    assert len(list(sequential.parameters())) == 2
+
+
+def test_parts_may_be_shared_one_after_another_and_freed_one_after_another():
+    model = Model()
+    tenfold.share(model.layers, {"groups": 2}, parts=("norms",))
+    tenfold.share(model.layers, parts="3.*")
+    columns = {name: tied_pattern(column) for name, column in tables(model.layers).items()}
+    assert columns["0.weight"] == columns["0.bias"] == Pattern([0, 0, 1, 1])
+    assert columns["1.weight"] == Pattern(range(4))
+    assert columns["3.weight"] == Pattern([0, 0, 0, 0])
+    tenfold.delink(model.layers, pattern="all", parts="3.*")
+    columns = {name: tied_pattern(column) for name, column in tables(model.layers).items()}
+    assert columns["0.weight"] == Pattern(range(4))
+    assert columns["3.weight"] == Pattern([0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda p: SGD(p, 0.1, momentum=0.9), Adafactor], ids=["adamw", "sgd", "ada"])
+def test_an_optimizer_that_existed_before_becomes_one_made_afterwards(make):
+    model = Model()
+    optimizer = make(groups(model))
+    train(model, optimizer)
+    tenfold.share(model.layers, "sandwich", optimizer=optimizer)
+    assert order(model, optimizer) == order(model, make(groups(model)))
+    assert set(optimizer.state) == set(model.parameters())
+    tenfold.delink(model.layers, optimizer)
+    assert order(model, optimizer) == order(model, make(groups(model)))
+    assert set(optimizer.state) == set(model.parameters())
+
+
+@pytest.mark.parametrize("parts", [("ffn", "norms"), ("norms",), ("1.*",)])
+@pytest.mark.parametrize("after", ["none", {"groups": 2}])
+def test_a_saved_optimizer_fits_one_made_for_the_delinked_model(parts, after):
+    model = Model()
+    tenfold.share(model.layers, parts=parts)
+    optimizer = AdamW(groups(model))
+    train(model, optimizer)
+    tenfold.delink(model.layers, optimizer, after, parts=parts)
+    train(model, optimizer, steps=1)
+
+    twin = Model()
+    tenfold.share(twin.layers, parts=parts)
+    tenfold.delink(twin.layers, pattern=after, parts=parts)
+    twin.load_state_dict(model.state_dict())
+    theirs = AdamW(groups(twin))
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer)
+    train(twin, theirs)
+    assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_several_optimizers_follow():
+    model = Model()
+    matrices = [p for p in model.layers.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if not any(p is one for one in matrices)]
+    optimizers = [torch.optim.Muon(matrices), AdamW(rest)]
+    train(model, *optimizers)
+    tenfold.share(model.layers, optimizer=optimizers)
+    train(model, *optimizers)
+    tenfold.delink(model.layers, optimizers)
+    train(model, *optimizers)
+    held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held))
+    assert set(held) == set(model.parameters())
+
+
+def test_names_in_an_optimizer_go_along():
+    model = Model()
+    optimizer = AdamW(model.named_parameters())
+    train(model, optimizer)
+    tenfold.share(model.layers, "sandwich", optimizer=optimizer)
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
+    tenfold.delink(model.layers, optimizer)
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
+
+
+def test_a_parameter_that_nobody_trains_stays_untrained():
+    model = Model()
+    tenfold.share(model.layers)
+    optimizer = AdamW(model.outlet.parameters())
+    tenfold.delink(model.layers, optimizer)
+    assert order(model, optimizer) == [["outlet.weight", "outlet.bias"]]
+
+
+def unchanged(model, before):
+    return all(mine is theirs for mine, theirs in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("none", "shares nothing"),
+        ([0, 1, 2, 3], "shares nothing"),
+        ("some", "cannot read 'some' as a sharing pattern"),
+        ({"groups": 0}, "cannot read"),
+        ({"groups": 3}, "does not divide"),
+        ([0, 0, 0], "names 3 layers, but the model has 4"),
+        (Pattern([0, 0]), "for 2 layers, not 4"),
+        (7, "cannot read 7"),
+    ],
+)
+def test_patterns_that_make_no_sense_are_refused(pattern, message):
+    model = Model()
+    before = list(model.parameters())
+    with pytest.raises(TenfoldError, match=message):
+        tenfold.share(model.layers, pattern)
+    assert unchanged(model, before)
+
+
+def test_what_is_not_a_list_of_layers_is_refused():
+    model = Model()
+    with pytest.raises(TenfoldError, match=r"expected the list of a model's layers .* found Model"):
+        tenfold.share(model)
+    with pytest.raises(TenfoldError, match="no layers"):
+        tenfold.share(nn.ModuleList())
+    with pytest.raises(TenfoldError, match="no parameters"):
+        tenfold.share([nn.ReLU(), nn.ReLU()])
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TenfoldError, match="stands twice"):
+        tenfold.share([layer, layer])
+    with pytest.raises(TenfoldError, match="nothing of 'router'"):
+        tenfold.share(model.layers, parts=("router",))
+    with pytest.raises(TenfoldError, match=r"expected an optimizer .* found str"):
+        tenfold.share(model.layers, optimizer="adamw")
+    with pytest.raises(TenfoldError, match=r"moments = 'scale' is unknown; it is one of copy, rescale, reset"):
+        tenfold.delink(model.layers, moments="scale")
+
+
+def test_layers_that_are_not_alike_are_refused_and_nothing_changes():
+    for change in ("dtype", "requires_grad", "device"):
+        model = Model()
+        if change == "dtype":
+            model.layers[2][1].double()
+        elif change == "device":
+            model.layers[2][1].to("meta")
+        else:
+            model.layers[2][1].requires_grad_(False)
+        before = list(model.parameters())
+        with pytest.raises(TenfoldError, match=rf"layers 0 and 2 are not alike: {change} of 1\.weight"):
+            tenfold.share(model.layers)
+        assert unchanged(model, before)
+    model = Model()
+    model.layers[3][1] = nn.Linear(8, 9)
+    with pytest.raises(TenfoldError, match=r"layers 0 and 3 are not alike"):
+        tenfold.share(model.layers)
+
+
+def test_a_parameter_that_stands_twice_in_a_layer_is_refused():
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    layers[1][1].weight = layers[1][0].weight
+    with pytest.raises(TenfoldError, match=r"layer 1 holds one parameter under two names, 0\.weight and 1\.weight"):
+        tenfold.share(layers)
+
+
+def test_sharing_less_than_is_shared_is_delinking():
+    model = Model()
+    tenfold.share(model.layers)
+    with pytest.raises(TenfoldError, match=r"shared by \(0,0,0,0\) already, and \(0,0,1,1\) shares less"):
+        tenfold.share(model.layers, {"groups": 2})
+
+
+def test_gradients_must_be_cleared_first_and_nothing_changes():
+    model = Model()
+    optimizer = AdamW(model.parameters())
+    model(X).sum().backward()
+    before = list(model.parameters())
+    with pytest.raises(TenfoldError, match="has a gradient; clear gradients"):
+        tenfold.share(model.layers, optimizer=optimizer)
+    assert unchanged(model, before)
+    optimizer.zero_grad()
+    tenfold.share(model.layers, optimizer=optimizer)
+    model(X).sum().backward()
+    before = list(model.parameters())
+    with pytest.raises(TenfoldError, match=r"has a gradient; clear gradients \(optimizer.zero_grad\(\)\)"):
+        tenfold.delink(model.layers, optimizer)
+    assert unchanged(model, before)
+
+
+def test_an_optimizer_that_trains_only_what_is_let_go_is_refused():
+    model = Model()
+    optimizer = AdamW(model.layers[3].parameters())
+    with pytest.raises(TenfoldError, match="trains a parameter that is let go"):
+        tenfold.share(model.layers, optimizer=optimizer)
+    assert len(optimizer.param_groups[0]["params"]) == len(holders(model.layers[3]))
+
+
+def test_freeing_in_another_way_than_was_shared_is_refused():
+    model = Model()
+    tenfold.share(model.layers, {"groups": 2})
+    with pytest.raises(TenfoldError, match=r"\(0,1,0,1\) does not refine \(0,0,1,1\)"):
+        tenfold.delink(model.layers, pattern={"cycle": 2})
