@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from delinking import measure
 from rich.console import Console
 from rich.table import Table
 
+from delinking import measure
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
 
