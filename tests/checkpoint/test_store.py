@@ -212,16 +212,16 @@ class KilledError(BaseException):
 
 def die_at(monkeypatch, number, error):
     """Raise at the `number`-th file written."""
-    real, calls = store.save_file, []
+    real, calls = store.write_tensors, []
 
-    def save_file(*args):
+    def write_tensors(path, *args):
         calls.append(1)
         if len(calls) == number:
-            Path(args[1]).write_bytes(b"half a file")
+            path.write_bytes(b"half a file")
             raise error
-        return real(*args)
+        return real(path, *args)
 
-    monkeypatch.setattr(store, "save_file", save_file)
+    monkeypatch.setattr(store, "write_tensors", write_tensors)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -268,8 +268,8 @@ def test_a_crash_while_the_same_step_is_replaced_leaves_it_whole(tmp_path, monke
 
 def test_files_are_on_the_disk_before_the_folder_gets_its_name(tmp_path, monkeypatch):
     events = []
-    real_flush, real_rename = store._flush, Path.rename
-    monkeypatch.setattr(store, "_flush", lambda path: events.append(path.name) or real_flush(path))
+    real_flush, real_rename = store.flush, Path.rename
+    monkeypatch.setattr(store, "flush", lambda path: events.append(path.name) or real_flush(path))
     monkeypatch.setattr(Path, "rename", lambda path, to: events.append("rename") or real_rename(path, to))
     save(tmp_path, 2)
     assert sorted(events[: events.index("rename")]) == sorted([*FILES, ".writing-step-00000002"])

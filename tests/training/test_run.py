@@ -370,15 +370,15 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     from tenfold.checkpoint import store
 
     file, out = str(run_file()), tmp_path / "run"
-    save, calls = store.save_file, []
+    write, calls = store.write_tensors, []
 
-    def fills_up(*arguments: Any) -> None:
+    def fills_up(*arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) > 3:
             raise OSError(28, "No space left on device")
-        save(*arguments)
+        return write(*arguments)
 
-    monkeypatch.setattr(store, "save_file", fills_up)
+    monkeypatch.setattr(store, "write_tensors", fills_up)
     message = refused(["train", file, "--out", str(out)], capsys)
     assert "No space left" in message
     assert "step-00000003" in message

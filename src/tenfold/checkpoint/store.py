@@ -12,14 +12,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tenfold.checkpoint.tensors import Stored, write_tensors
 from tenfold.errors import TenfoldError
 
 FORMAT = 1
@@ -27,7 +27,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def save_checkpoint(
-    folder: Path, step: int, weights: dict[str, Tensor], optimizer: dict[str, Tensor], place: dict[str, Any]
+    folder: Path, step: int, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], place: dict[str, Any]
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and return its path.
 
@@ -36,31 +36,18 @@ def save_checkpoint(
     """
     final = folder / f"step-{step:08d}"
     temporary = folder / f".writing-{final.name}"
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in [*weights.values(), *optimizer.values()])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".writing-*"):
             shutil.rmtree(leftover)
-        if needed > shutil.disk_usage(folder).free:
-            raise OSError(f"{needed} bytes needed, {shutil.disk_usage(folder).free} free")
-        temporary.mkdir()
-        files = {}
-        for name, tensors in (("weights.safetensors", weights), ("optimizer.safetensors", optimizer)):
-            # What is not contiguous would be refused.
-            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, temporary / name)
-            files[name] = {"bytes": (temporary / name).stat().st_size, "sha256": _digest(temporary / name)}
-        manifest = {"format": FORMAT, "step": step, **place, "files": files}
-        manifest["sha256"] = _manifest_digest(manifest)
-        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        for path in [*temporary.iterdir(), temporary]:
-            _flush(path)
+        write_checkpoint(temporary, step, weights, optimizer, place)
         replaced = folder / f".writing-over-{final.name}"
         if final.exists():  # the same step again, after a resume: out of the way at once, since removing takes time
             final.rename(replaced)
         temporary.rename(final)
-        _flush(folder)
+        flush(folder)
         shutil.rmtree(replaced, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         kept = latest_checkpoint(folder, lambda _: None) if folder.is_dir() else None
         raise TenfoldError(
@@ -68,6 +55,35 @@ def save_checkpoint(
             + (f"The last whole checkpoint is {kept}." if kept else "There is no earlier checkpoint.")
         ) from None
     return final
+
+
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Tensor | Stored],
+    optimizer: Mapping[str, Tensor | Stored],
+    place: dict[str, Any],
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write a checkpoint's files, to the disk itself, into `folder`, which must be new and of a name that no one reads.
+
+    Tensors are had from their device, and written, piece by piece; `advance` is told of the bytes. Raises OSError,
+    before anything is written where the disk has too little room.
+    """
+    contents = {
+        name: {key: Stored.of(tensor) for key, tensor in tensors.items()}
+        for name, tensors in (("weights.safetensors", weights), ("optimizer.safetensors", optimizer))
+    }
+    needed = sum(stored.bytes for tensors in contents.values() for stored in tensors.values())
+    if needed > (free := shutil.disk_usage(folder.parent).free):
+        raise OSError(f"{needed} bytes needed, {free} free")
+    folder.mkdir()
+    files = {name: write_tensors(folder / name, tensors, advance) for name, tensors in contents.items()}
+    manifest = {"format": FORMAT, "step": step, **place, "files": files}
+    manifest["sha256"] = _manifest_digest(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    for path in [*folder.iterdir(), folder]:
+        flush(path)
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
@@ -140,7 +156,8 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or folder on the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

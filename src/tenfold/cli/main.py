@@ -15,6 +15,7 @@ COMMANDS = {
     "prepare": "make token shards of a text",
     "inspect": "show what data holds",
     "train": "pretrain a model from a run file",
+    "delink": "make a finer checkpoint of one whose layers share",
     "eval": "measure a trained model on a text",
     "generate": "let a trained model write",
     "report": "make one HTML page of a run",

@@ -54,7 +54,8 @@ def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, mome
             raise TenfoldError(f"delinking: {name} has a gradient; clear gradients (optimizer.zero_grad()) first")
     state = _State(optimizers)
     if moments == "rescale":
-        state.check_rescales(column[0].parameter for column in places.values())
+        for column in places.values():
+            check_rescales(state.keys(column[0].parameter))
     for name, column in places.items():
         before, pattern = tied_pattern(column), patterns[name]
         if pattern == before:
@@ -92,15 +93,9 @@ class _State:
             for parameter in group["params"]
         }
 
-    def check_rescales(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise TenfoldError unless the state of all of them is of kinds that `carried` can rescale."""
-        for parameter in parameters:
-            if parameter in self._of:
-                for key in self._of[parameter][0].state.get(parameter, {}):
-                    if key not in _KNOWN:
-                        raise TenfoldError(
-                            f"delinking cannot rescale the optimizer state {key!r}; use moments = copy or reset"
-                        )
+    def keys(self, parameter: nn.Parameter) -> Iterable[str]:
+        """The kinds of state that the parameter has."""
+        return self._of[parameter][0].state.get(parameter, {}) if parameter in self._of else ()
 
     def carry(self, parent: nn.Parameter, child: nn.Parameter, moments: Moments, q: float) -> None:
         """Give the child the parent's place and, changed as `moments` says, its state."""
@@ -121,9 +116,20 @@ class _State:
             group["param_names"].append(re.sub(rf"\d+\.{re.escape(name)}$", f"{layer}.{name}", old))
 
 
+def check_rescales(keys: Iterable[str]) -> None:
+    """Raise TenfoldError unless `carried` can rescale all these kinds of state."""
+    for key in keys:
+        if key not in _KNOWN:
+            raise TenfoldError(f"delinking cannot rescale the optimizer state {key!r}; use moments = copy or reset")
+
+
 @torch.no_grad()
 def carried(state: dict[str, Any], group: dict[str, Any], moments: Moments, q: float) -> dict[str, Any]:
-    """A new state for one parameter, made from its parent's as the head of this file tells."""
+    """A new state for one parameter, made from its parent's as the head of this file tells.
+
+    Element by element: a piece of the state, with `step` and the same piece of the other moments, becomes that piece of
+    the new one.
+    """
     if moments == "reset" and not state.keys() <= _KNOWN:
         return {}  # as optimizers have it before the first step; zeros may mean something else
     new = {key: _copied(value) for key, value in state.items()}

@@ -122,6 +122,11 @@ class Run:
                 )
             return None
         manifest, weights, optimizer = load_checkpoint(path)
+        if "delinked_from" in manifest:
+            raise TenfoldError(
+                f"{path} was made by `tenfold delink`, and there is no run to go on with: begin one from it, with "
+                f"--start.checkpoint {self.folder} and another --out"
+            )
         self._check_same_run(path, manifest)
         place = manifest["place"]
         self.place = Place(**({"joules": None} | place))
@@ -363,6 +368,7 @@ class Run:
             "sequence_length": self.config.data.sequence_length,
             "precision": self.config.training.precision,
             "optimizer": self.config.optim.name,
+            "betas": [self.config.optim.beta1, self.config.optim.beta2],
             "data_fingerprint": self.data.fingerprint,
         }
         weights = {name: parameter.data for name, parameter in self.model.named_parameters()}

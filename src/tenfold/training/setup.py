@@ -202,6 +202,19 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     return path
 
 
+def checkpoint_at(place: Path) -> Path:
+    """The checkpoint that `place` is, or the newest whole one where it is a run directory."""
+    if not place.exists():
+        raise TenfoldError(f"there is no {place}; give a run directory, or a checkpoint in it (step-...)")
+    return place if (place / "manifest.json").is_file() else find_checkpoint(place, None)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint lies in, if it lies in one."""
+    folder = checkpoint.absolute().parent
+    return folder.parent if folder.name == "checkpoints" else None
+
+
 def load_model(run: Path, step: int | None, device: torch.device) -> Decoder:
     """The model of a run directory's checkpoint (`find_checkpoint`), as it was trained."""
     path = find_checkpoint(run, step)

@@ -1,0 +1,107 @@
+"""A checkpoint on disk as it is, or as delinking would leave it: had tensor by tensor, piece by piece, never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tenfold.checkpoint.store import read_manifest
+from tenfold.checkpoint.tensors import Stored, open_tensors
+from tenfold.config.load import build
+from tenfold.config.model import ModelConfig
+from tenfold.errors import TenfoldError
+from tenfold.nn.decoder import Decoder
+from tenfold.sharing.delinking import Moments, carried, check_rescales
+from tenfold.sharing.tying import Sharing, part_of, tables, tie
+
+_LAYER = "layers.{}.{}"
+
+
+class SavedCheckpoint:
+    """The checkpoint in the folder `path`, its files checked; raises TenfoldError that names what is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self.config = build(ModelConfig, self.manifest["model"], str(path / "manifest.json"))
+        self.sharing = Sharing.load(self.manifest)
+        self.weights = open_tensors(path / "weights.safetensors")
+        self.optimizer = open_tensors(path / "optimizer.safetensors")
+        with torch.device("meta"):
+            model = Decoder(self.config, self.manifest["sequence_length"])
+        self._parts = {name: part_of(model.layers[0], name) for name in tables(model.layers)}
+        tie(model.layers, self.sharing)
+        told = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        found = {name: stored.shape for name, stored in self.weights.items()}
+        for name in sorted(told.keys() | found.keys()):
+            if told.get(name) != found.get(name):
+                raise TenfoldError(
+                    f"{path} is of a model that this Tenfold builds otherwise: {name} has shape {found.get(name)} in "
+                    f"the file, and would have {told.get(name)}"
+                )
+
+    def delinked(self, after: Sharing, moments: Moments) -> tuple[dict[str, Stored], dict[str, Stored]]:
+        """Weights and optimizer state as `sharing.delinking.delink` would leave them, to the last bit.
+
+        Layer i has what the block that it used has. Raises TenfoldError when `after` does not refine what is shared in
+        the file, or when the state cannot be carried.
+        """
+        after.check_refines(self.sharing, f"delinking {self.path}")
+        origins = self._origins(after)
+        states: dict[str, list[str]] = {}
+        for name in self.optimizer:
+            parameter, _, key = name.rpartition("/")
+            states.setdefault(parameter, []).append(key)
+        if moments != "copy":
+            check_rescales(key for parameter, keys in states.items() if parameter.startswith("layers.") for key in keys)
+        weights, optimizer = {}, {}
+        for name, (source, q) in origins.items():
+            weights[name] = self.weights[source]
+            for key in states.get(source, ()):
+                stored = self.optimizer[f"{source}/{key}"]
+                if q != 1:
+                    if moments == "rescale" and key.endswith("exp_avg_sq"):
+                        self._betas()  # told now, not when all before it has been written
+                    pieces = partial(self._carried, source, key, moments, q)
+                    stored = Stored(stored.dtype, stored.shape, pieces)
+                optimizer[f"{name}/{key}"] = stored
+        return weights, optimizer
+
+    def _origins(self, after: Sharing) -> dict[str, tuple[str, float]]:
+        """For each parameter after delinking: the one in the file that it comes from, and how many shared it then for
+        each that shares it now."""
+        origins = {name: (name, 1.0) for name in self.weights if not name.startswith("layers.")}
+        for name, part in self._parts.items():
+            before, pattern = self.sharing.of(part, name), after.of(part, name)
+            for block in range(pattern.stored_blocks):
+                layer = pattern.first_layer(block)
+                parent = before.blocks[layer]
+                source = _LAYER.format(before.first_layer(parent), name)
+                origins[_LAYER.format(layer, name)] = (source, before.uses(parent) / pattern.uses(block))
+        return origins
+
+    def _carried(self, source: str, key: str, moments: Moments, q: float) -> Iterator[Tensor]:
+        """The pieces of one kind of state of a freed parameter."""
+        state: dict[str, Any] = {}
+        group: dict[str, Any] = {}
+        needed = [key]
+        if key != "step" and f"{source}/step" in self.optimizer:
+            state["step"] = next(self.optimizer[f"{source}/step"].pieces()).reshape(())
+        if key.endswith("exp_avg_sq") and moments == "rescale":
+            needed = list(dict.fromkeys([key, "exp_avg", "exp_avg_sq"]))
+            group["betas"] = self._betas()
+        for pieces in zip(*(self.optimizer[f"{source}/{one}"].pieces() for one in needed), strict=True):
+            yield carried(state | dict(zip(needed, pieces, strict=True)), group, moments, q)[key]
+
+    def _betas(self) -> Any:
+        if "betas" not in self.manifest:
+            raise TenfoldError(
+                f"{self.path} was written before checkpoints held AdamW's betas, which rescaling needs: save it anew "
+                "by resuming its run, or take moments copy or reset"
+            )
+        return self.manifest["betas"]
