@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tenfold.sharing.api import delink, share
+    from tenfold.sharing.measuring import Measurement
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "delink", "share"]
+__all__ = ["Measurement", "__version__", "delink", "share"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from tenfold.sharing import api
 
         return getattr(api, name)
+    if name == "Measurement":
+        from tenfold.sharing.measuring import Measurement
+
+        return Measurement
     raise AttributeError(f"module 'tenfold' has no attribute {name!r}")

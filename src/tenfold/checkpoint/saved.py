@@ -16,7 +16,7 @@ from tenfold.config.load import build
 from tenfold.config.model import ModelConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
-from tenfold.sharing.delinking import Moments, carried, check_rescales
+from tenfold.sharing.delinking import Moments, carried, check_known
 from tenfold.sharing.tying import Sharing, part_of, tables, tie
 
 _LAYER = "layers.{}.{}"
@@ -58,7 +58,8 @@ class SavedCheckpoint:
             parameter, _, key = name.rpartition("/")
             states.setdefault(parameter, []).append(key)
         if moments != "copy":
-            check_rescales(key for parameter, keys in states.items() if parameter.startswith("layers.") for key in keys)
+            in_layers = (keys for parameter, keys in states.items() if parameter.startswith("layers."))
+            check_known((key for keys in in_layers for key in keys), moments)
         weights, optimizer = {}, {}
         for name, (source, q) in origins.items():
             weights[name] = self.weights[source]

@@ -163,8 +163,15 @@ class StageConfig(Section):
         None,
         description='Where in the run the stage ends ("20%", {tokens = "2B"}, {steps = 500}); the last stage: unset.',
     )
-    moments: Literal["copy", "rescale", "reset"] = Field(
-        "rescale", description="What optimizer state freed layers start from when this stage begins."
+    moments: Literal["copy", "rescale", "reset", "measure"] = Field(
+        "rescale",
+        description="What optimizer state freed layers start from when this stage begins; formulas: docs/sharing.md.",
+    )
+    moments_steps: int = Field(
+        8,
+        gt=0,
+        description="Steps whose gradients `measure` takes, weights held, from the samples that this stage trains on "
+        "next (at most its length).",
     )
     batch_size: int | None = Field(None, gt=0, description="Sequences in one step of this stage; unset: the run's.")
     mixture: Weights = Field(

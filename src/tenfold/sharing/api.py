@@ -73,12 +73,13 @@ def delink(
     *,
     parts: Iterable[str] = PARTS,
     moments: Moments = "rescale",
-) -> None:
-    """Give layers that shared parameters of their own, in place, and the optimizer's state with them.
+) -> list[nn.Parameter]:
+    """Give layers that shared parameters of their own, in place, and the optimizer's state with them; the freed ones.
 
     `pattern` and `parts` say what is shared from now on (nothing, unless told otherwise), which must have been shared
     before. The model's function does not change. `moments` says what the state of freed parameters starts from: copy,
-    rescale or reset (`tenfold.sharing.delinking` has the formulas). Clear gradients first.
+    rescale, reset, or measure, which leaves it zero for a `tenfold.Measurement` of the parameters that are returned
+    (`tenfold.sharing.delinking` has the formulas). Clear gradients first.
 
     Freed parameters go into the group of the parameter that they come from. The parameters of `layers` then stand in
     each group in the order of the layers, which is that of an optimizer made anew from `model.parameters()`: its
@@ -93,10 +94,11 @@ def delink(
     sharing = Sharing(_parse(pattern, len(layers)), _names(parts))
     optimizers = _listed(optimizer)
     averages = averages_gradients(layers)
-    delinking.delink(layers, optimizers, sharing, moments)
+    freed = delinking.delink(layers, optimizers, sharing, moments)
     _sort(optimizers, layers)
     if averages:
         average_gradients(layers)
+    return freed
 
 
 def _parse(pattern: PatternSpec, layers: int) -> Pattern:

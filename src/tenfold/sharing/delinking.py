@@ -10,9 +10,12 @@ What each choice of `moments` means for a block that trained on the mean gradien
   keeps no first moment of the gradient, so nothing tells noise from signal: all of its second moment is multiplied by
   q, which errs towards smaller steps. Muon and SGD have no second moment.
 - reset: state as of a new optimizer: zeros, or, where the state is of another kind than these, none yet.
+- measure: as reset here; the freed parameters' moments are then filled from gradients of their own
+  (`sharing.measuring`). The only choice that knows where one layer's gradient differs from the mean.
 
 A block trained on the *sum* of the gradients would hand over moments that are too large, and want m / uses_before and
-v / uses_before^2 first; the training step divides, so that this never arises.
+v / uses_before^2 first; the training step divides, so that this never arises. docs/sharing.md has the four choices in a
+table: what each makes of every optimizer's state, and what that is off by.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tenfold.errors import TenfoldError
 from tenfold.sharing.tying import Layers, Sharing, check_fits, part_of, tables, tied_pattern
 
-Moments = Literal["copy", "rescale", "reset"]
+Moments = Literal["copy", "rescale", "reset", "measure"]
 
 _FIRST = ("exp_avg", "momentum_buffer")
 _SECOND = ("exp_avg_sq", "row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col")
@@ -38,12 +41,15 @@ _LARGEST = "max_exp_avg_sq"
 _KNOWN = {*_FIRST, *_SECOND, _LARGEST, "step", "RMS"}  # RMS: of the weights, in the Adafactor of transformers
 
 
-def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, moments: Moments = "rescale") -> None:
-    """Free what `after` no longer shares among `layers`, in place, parameter by parameter.
+def delink(
+    layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, moments: Moments = "rescale"
+) -> list[nn.Parameter]:
+    """Free what `after` no longer shares among `layers`, in place, parameter by parameter; the freed parameters.
 
     What is shared now is seen from the layers themselves. The function they compute does not change. Optimizer groups
-    and state follow; gradients must be cleared first. Raises TenfoldError, with nothing changed, when `after` does not
-    refine what is shared now, or when a state cannot be rescaled.
+    and state follow; gradients must be cleared first. With "measure" the state of the freed parameters is zero until a
+    `Measurement` of them has filled it. Raises TenfoldError, with nothing changed, when `after` does not refine what
+    is shared now, or when a state cannot be rescaled or measured.
     """
     places = tables(layers)
     check_fits(layers, after)
@@ -53,9 +59,10 @@ def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, mome
         if any(holder.parameter.grad is not None for holder in column):
             raise TenfoldError(f"delinking: {name} has a gradient; clear gradients (optimizer.zero_grad()) first")
     state = _State(optimizers)
-    if moments == "rescale":
+    if moments in ("rescale", "measure"):
         for column in places.values():
-            check_rescales(state.keys(column[0].parameter))
+            state.check_known(column[0].parameter, moments)
+    freed: list[nn.Parameter] = []
     for name, column in places.items():
         before, pattern = tied_pattern(column), patterns[name]
         if pattern == before:
@@ -71,6 +78,7 @@ def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, mome
                 child = nn.Parameter(parent.detach().clone(), parent.requires_grad)
                 state.carry(parent, child, moments, q)
                 state.name(parent, child, name, layer)
+                freed.append(child)
                 for holder, mine in zip(column, pattern.blocks, strict=True):
                     if mine == block:
                         holder.hold(child)
@@ -80,6 +88,8 @@ def delink(layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, mome
         for parent, q in kept:
             if q > 1:
                 state.carry(parent, parent, moments, q)
+                freed.append(parent)
+    return freed
 
 
 class _State:
@@ -93,9 +103,13 @@ class _State:
             for parameter in group["params"]
         }
 
-    def keys(self, parameter: nn.Parameter) -> Iterable[str]:
-        """The kinds of state that the parameter has."""
-        return self._of[parameter][0].state.get(parameter, {}) if parameter in self._of else ()
+    def check_known(self, parameter: nn.Parameter, moments: Moments) -> None:
+        """Raise TenfoldError unless the parameter's state is of kinds that can be rescaled, or measured."""
+        state = self._of[parameter][0].state.get(parameter, {}) if parameter in self._of else {}
+        check_known(state, moments)
+        for key, value in state.items():
+            if moments == "measure" and is_traceable_wrapper_subclass(value):
+                raise TenfoldError(f"delinking cannot measure {key!r}, which is quantized; use moments = rescale")
 
     def carry(self, parent: nn.Parameter, child: nn.Parameter, moments: Moments, q: float) -> None:
         """Give the child the parent's place and, changed as `moments` says, its state."""
@@ -116,11 +130,11 @@ class _State:
             group["param_names"].append(re.sub(rf"\d+\.{re.escape(name)}$", f"{layer}.{name}", old))
 
 
-def check_rescales(keys: Iterable[str]) -> None:
-    """Raise TenfoldError unless `carried` can rescale all these kinds of state."""
+def check_known(keys: Iterable[str], moments: Moments) -> None:
+    """Raise TenfoldError unless all these kinds of state can be rescaled by `carried`, or measured."""
     for key in keys:
         if key not in _KNOWN:
-            raise TenfoldError(f"delinking cannot rescale the optimizer state {key!r}; use moments = copy or reset")
+            raise TenfoldError(f"delinking cannot {moments} the optimizer state {key!r}; use moments = copy or reset")
 
 
 @torch.no_grad()
@@ -130,10 +144,11 @@ def carried(state: dict[str, Any], group: dict[str, Any], moments: Moments, q: f
     Element by element: a piece of the state, with `step` and the same piece of the other moments, becomes that piece of
     the new one.
     """
-    if moments == "reset" and not state.keys() <= _KNOWN:
+    empty = moments in ("reset", "measure")
+    if empty and not state.keys() <= _KNOWN:
         return {}  # as optimizers have it before the first step; zeros may mean something else
     new = {key: _copied(value) for key, value in state.items()}
-    if moments == "reset":
+    if empty:
         for key, value in new.items():
             if isinstance(value, Tensor):
                 value.copy_(torch.zeros(value.shape, dtype=value.dtype, device=value.device))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -39,8 +37,10 @@ from tenfold.nn.decoder import Decoder
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.similarity import layer_similarity, seen_layers
 from tenfold.training.energy import Ledger
+from tenfold.training.measuring import Coming, measure_moments
 from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, state_tensors
 from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_layers, describe_stages
+from tenfold.training.signals import Signals
 from tenfold.training.sources import mixture_metrics, tell_epochs
 from tenfold.training.stages import Stage, learning_rate, plan_stages
 from tenfold.training.step import StepResult, routing_metrics, train_step
@@ -111,6 +111,10 @@ class Run:
         else:
             self._record.append(event)
 
+    def _stop(self, reason: str) -> None:
+        self.stop_reason = reason
+        self.note(f"{reason}: saving after this step; once more to stop at once")
+
     def restore(self) -> int | None:
         """Take up the newest whole checkpoint, if there is one; the step it is of."""
         path = latest_checkpoint(self.checkpoints, self.remark)
@@ -154,7 +158,7 @@ class Run:
         for event in early:
             self.emit({**event, "step": place.step})
         self._clock = time.monotonic() - place.seconds
-        with _Signals(self), self.energy.open(self.device, self.config.energy.watts, place, self.note):
+        with Signals(self._stop), self.energy.open(self.device, self.config.energy.watts, place, self.note):
             try:
                 return self._train()
             except Exception as error:  # told, then raised on
@@ -192,10 +196,9 @@ class Run:
         """One step, and what is due after it: metrics, validation, checkpoint."""
         config, place = self.config, self.place
         began = time.monotonic()
-        first = stage.sample_at(place.step)
-        batch = torch.from_numpy(self.train.batch(first, stage.batch_size)).to(self.device)
+        coming = self._coming(stage, place.step)
+        batch, first, pieces = coming.batch, coming.first_sample, coming.pieces
         rate = learning_rate(config.optim, self.stages, stage, place.step)
-        pieces = stage.sequence_length // stage.length_at(place.step)
         result = train_step(self.model, self.optimizers, batch, place.step + 1, rate, config, first, pieces)
         took = time.monotonic() - began
         place.step += 1
@@ -210,6 +213,11 @@ class Run:
         self._ask(stage, lambda asked: asked.every > 0 and place.step % asked.every == 0 and not last)
         if config.checkpoint.every and place.step % config.checkpoint.every == 0 and not last:
             self._save(stage)
+
+    def _coming(self, stage: Stage, step: int) -> Coming:
+        first = stage.sample_at(step)
+        batch = torch.from_numpy(self.train.batch(first, stage.batch_size)).to(self.device)
+        return Coming(batch, first, stage.sequence_length // stage.length_at(step))
 
     _window_steps, _window_seconds = 0, 0.0  # since the last line of metrics
 
@@ -326,9 +334,15 @@ class Run:
         began = time.monotonic()
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
         logits = self._logits(probe)
-        delink(self.model.layers, self.optimizers, after.sharing, after.config.moments)
+        freed = delink(self.model.layers, self.optimizers, after.sharing, after.config.moments)
         self._compile()
         difference = (self._logits(probe) - logits).abs().max().item()
+        measured: dict[str, Any] = {}
+        if after.config.moments == "measure" and freed:
+            steps = range(after.first_step, min(after.first_step + after.config.moments_steps, after.last_step))
+            coming = [self._coming(after, step) for step in steps]
+            norm = measure_moments(self.model, self.optimizers, freed, coming, self.config)
+            measured = {"measured_steps": len(steps), "measured_grad_norm": norm}
         place.stage, place.stage_seconds, place.joules_before = number, 0.0, place.joules
         self._window_steps, self._window_seconds = 0, 0.0
         self.emit(
@@ -340,6 +354,7 @@ class Run:
                 "pattern_from": str(before.sharing),
                 "pattern_to": str(after.sharing),
                 "moments": after.config.moments,
+                **measured,
                 "logits_equal": difference == 0.0,
                 "max_difference": difference,
                 "stored_before": self.described[number - 1]["stored_parameters"],
@@ -422,24 +437,3 @@ class Run:
         with torch.compiler.set_stance("force_eager"):  # a text has many lengths, and none is worth compiling for
             written = list(generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed))
         return self.data.tokenizer().decode([*prompt[len(begin) :], *written])
-
-
-class _Signals:
-    """While open, SIGINT and SIGTERM ask the run to stop after the step it is in; a second one stops at once."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._former: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._former[number] = signal.signal(number, self._ask)
-
-    def __exit__(self, *_: object) -> None:
-        for number, former in self._former.items():
-            signal.signal(number, former)
-
-    def _ask(self, number: int, _frame: FrameType | None) -> None:
-        self._run.stop_reason = signal.Signals(number).name
-        self._run.note(f"{self._run.stop_reason}: saving after this step; once more to stop at once")
-        signal.signal(number, self._former[number])

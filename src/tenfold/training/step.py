@@ -15,7 +15,7 @@ from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.loss import IGNORE
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
-from tenfold.nn.objective import cut_sequences, loss_sum, make_example
+from tenfold.nn.objective import Example, cut_sequences, loss_sum, make_example
 from tenfold.sharing.tying import uses
 from tenfold.training.optimizers import set_learning_rate
 
@@ -47,27 +47,15 @@ def train_step(
     batch, however it is cut into micro-batches. Raises TenfoldError, with weights and optimizer untouched, when loss or
     gradient is not finite.
     """
-    training, moe = config.training, config.model.moe
-    if pieces > 1:
-        batch_BS = cut_sequences(batch_BS, (batch_BS.shape[1] - 1) // pieces)
-    example = make_example(batch_BS, config.model, training.seed, first_sample * pieces)
-    valid_tokens = (example.targets != IGNORE).sum()
-    micro = training.micro_batch_size * pieces or len(batch_BS)
+    moe = config.model.moe
+    micro_batches, valid_tokens = micro_batches_of(batch_BS, config, first_sample, pieces)
 
     # Forward and backward, micro-batch by micro-batch; gradients add up.
-    total_loss = torch.zeros((), device=batch_BS.device)
-    total_statistics_LS: Tensor | float = 0.0
-    for part in example.split(micro):
-        hidden, statistics_LS = model(part.inputs)
-        loss = loss_sum(model, hidden, part, training.loss_chunk)
-        objective = loss
-        if moe.experts:
-            objective = objective + moe.balance_loss * statistics_LS[:, BALANCE].sum()
-            objective = objective + moe.z_loss * statistics_LS[:, Z_LOSS].sum()
-        (objective / valid_tokens).backward()
-        total_loss += loss.detach()
-        total_statistics_LS = total_statistics_LS + statistics_LS.detach()
-    assert isinstance(total_statistics_LS, Tensor)
+    total_loss = total_statistics_LS = torch.zeros((), device=batch_BS.device)
+    for part in micro_batches:
+        loss, statistics_LS = backward(model, part, valid_tokens, config)
+        total_loss = total_loss + loss
+        total_statistics_LS = total_statistics_LS + statistics_LS
 
     # A parameter that several layers use has the sum of their gradients; it trains on the mean.
     for parameter, count in uses(model.layers).items():
@@ -91,7 +79,33 @@ def train_step(
     clear_gradients(optimizers)
     if moe.bias_rate:
         update_balance_bias(model.layers, total_statistics_LS[:, LOADS:], moe)
-    return StepResult(mean_loss, grad_norm, total_statistics_LS, example.inputs.numel())
+    tokens = sum(part.inputs.numel() for part in micro_batches)
+    return StepResult(mean_loss, grad_norm, total_statistics_LS, tokens)
+
+
+def micro_batches_of(
+    batch_BS: Tensor, config: RunConfig, first_sample: int, pieces: int
+) -> tuple[list[Example], Tensor]:
+    """A step's batch in micro-batches, and the count of predicted tokens of all of it; see `train_step`."""
+    training = config.training
+    if pieces > 1:
+        batch_BS = cut_sequences(batch_BS, (batch_BS.shape[1] - 1) // pieces)
+    example = make_example(batch_BS, config.model, training.seed, first_sample * pieces)
+    micro = training.micro_batch_size * pieces or len(batch_BS)
+    return list(example.split(micro)), (example.targets != IGNORE).sum()
+
+
+def backward(model: Decoder, part: Example, valid_tokens: Tensor, config: RunConfig) -> tuple[Tensor, Tensor]:
+    """One micro-batch forward and backward, as a share of the step's mean; its summed loss and its statistics."""
+    moe = config.model.moe
+    hidden, statistics_LS = model(part.inputs)
+    loss = loss_sum(model, hidden, part, config.training.loss_chunk)
+    objective = loss
+    if moe.experts:
+        objective = objective + moe.balance_loss * statistics_LS[:, BALANCE].sum()
+        objective = objective + moe.z_loss * statistics_LS[:, Z_LOSS].sum()
+    (objective / valid_tokens).backward()
+    return loss.detach(), statistics_LS.detach()
 
 
 def clear_gradients(optimizers: Sequence[Optimizer]) -> None:
