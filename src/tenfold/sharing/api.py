@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 from torch import nn
@@ -15,6 +14,7 @@ from tenfold.sharing import delinking
 from tenfold.sharing.averaging import average_gradients, averages_gradients
 from tenfold.sharing.delinking import Moments
 from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.saving import declare_ties
 from tenfold.sharing.tying import (
     PARTS,
     Holder,
@@ -57,13 +57,14 @@ def share(
     optimizers = _listed(optimizer)
     kept: dict[nn.Parameter, nn.Parameter] = {}
     for name, column in places.items():
-        if _is_named(sharing, part_of(layers[0], name), name):
+        if sharing.of(part_of(layers[0], name), name) is sharing.pattern:
             _check_alike(name, column, sharing.pattern)
             for holder, block in zip(column, sharing.pattern.blocks, strict=True):
                 kept[holder.parameter] = column[sharing.pattern.first_layer(block)].parameter
     _drop(optimizers, {parameter: first for parameter, first in kept.items() if parameter is not first})
     tie(layers, sharing)
     average_gradients(layers)
+    declare_ties(layers)
 
 
 def delink(
@@ -98,6 +99,7 @@ def delink(
     _sort(optimizers, layers)
     if averages:
         average_gradients(layers)
+        declare_ties(layers)
     return freed
 
 
@@ -122,10 +124,6 @@ def _listed(optimizer: Optimizers) -> list[Optimizer]:
         if not isinstance(one, Optimizer):
             raise TenfoldError(f"expected an optimizer of torch.optim's kind, or several; found {type(one).__name__}")
     return found
-
-
-def _is_named(sharing: Sharing, part: str, name: str) -> bool:
-    return part in sharing.parts or any(fnmatchcase(name, glob) for glob in sharing.parts if glob not in PARTS)
 
 
 def _examine(layers: Layers) -> dict[str, list[Holder]]:
