@@ -34,10 +34,14 @@ TORCH = ["torch==2.13.0", "numpy<3"]  # first, so that no peer brings a build wi
 PINS: dict[str, list[str]] = {
     "hf": ["transformers==5.24.0", "accelerate==1.15.0"],
     "litgpt": ["litgpt==0.5.13", "lightning==2.6.6"],
-    "deepspeed": ["setuptools", "wheel", "ninja", "deepspeed==0.19.8", "transformers==5.24.0"],
+    "deepspeed": ["deepspeed==0.19.8", "transformers==5.24.0"],
     "olmo": ["ai2-olmo-core==3.0.0"],
-    "torchtitan": ["torchtitan==0.3.0"],
+    "torchtitan": ["torchtitan==0.3.0", "triton==3.7.1"],  # it imports Triton, which only PyTorch's CUDA builds bring
 }
+# DeepSpeed is built from source: its set-up imports torch, and compiles the operators that a CPU run uses here, once,
+# so that no run waits for them or finds them half done. They need a C++ compiler and take some minutes.
+BUILD = ["setuptools", "wheel", "ninja", "py-cpuinfo"]
+OPERATORS = {f"DS_BUILD_{name}": "1" for name in ("CPU_ADAM", "FUSED_ADAM", "SHM_COMM")} | {"DS_ACCELERATOR": "cpu"}
 # What each system is run as: name, setting, processes (two threads over all of them).
 SETTINGS: list[tuple[str, str, int]] = [
     ("tenfold", "plain", 1),
@@ -59,16 +63,21 @@ def environment(name: str, folder: Path) -> Path:
     """The Python of a peer's environment, made and filled if it is not there as pinned."""
     if name == "tenfold":
         return Path(sys.executable)
-    root, pins = folder.absolute() / name, "\n".join(TORCH + PINS[name])
+    root = folder.absolute() / name
+    groups = [TORCH, BUILD, PINS[name]] if name == "deepspeed" else [TORCH, PINS[name]]
+    pins = "\n".join(package for group in groups for package in group)
     python, marker = root / "bin" / "python", root / "pins.txt"
     if not marker.is_file() or marker.read_text() != pins:
         print(f"making the environment of {name} in {root} ...", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", root], check=True)
-        for packages in (TORCH, PINS[name]):
-            isolation = ["--no-build-isolation"] if name == "deepspeed" else []  # its setup imports torch
-            groups = [packages[:3], packages[3:]] if isolation and len(packages) > 3 else [packages]
-            for group in groups:
-                subprocess.run([python, "-m", "pip", "install", "-q", *isolation, *group], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", root], check=True)
+        variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        variables["PATH"] = f"{python.parent}:{os.environ['PATH']}"  # its ninja
+        for group in groups:
+            options = []
+            if name == "deepspeed" and group is PINS[name]:
+                variables |= OPERATORS
+                options = ["--no-build-isolation", "--no-cache-dir"]  # a wheel from pip's cache has no operators in it
+            subprocess.run([python, "-m", "pip", "install", "-q", *options, *group], check=True, env=variables)
         marker.write_text(pins)
     return python
 
@@ -90,7 +99,7 @@ def run_once(python: Path, job: dict[str, Any], limit: float) -> dict[str, Any]:
             }
             if job["system"] != "tenfold":
                 variables.pop("PYTHONPATH", None)
-            if world > 1 or job["system"] == "deepspeed":
+            if world > 1 or job["system"] in ("deepspeed", "torchtitan"):  # these two start no other way
                 variables |= {
                     "RANK": str(rank), "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
@@ -235,7 +244,12 @@ def main() -> None:
     results: list[dict[str, Any]] = json.loads(arguments.out.read_text()) if arguments.out.is_file() else []
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     console = Console(width=110)
-    pythons = {} if arguments.table else {name: environment(name, arguments.environments) for name in arguments.systems}
+    pythons: dict[str, Path] = {}
+    for name in [] if arguments.table else arguments.systems:
+        try:
+            pythons[name] = environment(name, arguments.environments)
+        except subprocess.CalledProcessError as problem:  # pip has said why; the others can still be compared
+            console.print(f"left out, its environment could not be made: {name} ({problem})", soft_wrap=True)
     for _ in range(0 if arguments.table else arguments.rounds):
         for size in arguments.sizes:
             for shape in arguments.shapes:
@@ -244,7 +258,7 @@ def main() -> None:
                     for system, setting, processes in SETTINGS:
                         if (
                             system not in pythons
-                            or processes not in arguments.processes
+                            or (processes not in arguments.processes and system != "tenfold")
                             or processes > arguments.threads
                         ):
                             continue

@@ -1,4 +1,6 @@
-"""Tenfold's own training step."""
+"""Tenfold's own training step, with the memory settings that the `tenfold` command makes."""
+
+import os
 
 import torch
 from common import BETAS, CLIP, DECAY, JOB, LEARNING_RATE, LENGTH, SHAPE, VOCABULARY, Clock, batch_of, check_parameters
@@ -10,6 +12,8 @@ from tenfold.training.setup import build_model, check_compiler, compile_layers
 from tenfold.training.stages import plan_stages
 from tenfold.training.step import train_step
 
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 device = torch.device("cpu")
 config = RunConfig(
     model=ModelConfig(vocab_size=VOCABULARY, tie_embeddings=False, **SHAPE),
