@@ -73,6 +73,10 @@ class SavedCheckpoint:
                 optimizer[f"{name}/{key}"] = stored
         return weights, optimizer
 
+    def freed(self, after: Sharing) -> set[str]:
+        """The parameters that delinking frees."""
+        return {name for name, (_, q) in self._origins(after).items() if q != 1}
+
     def _origins(self, after: Sharing) -> dict[str, tuple[str, float]]:
         """For each parameter after delinking: the one in the file that it comes from, and how many shared it then for
         each that shares it now."""

@@ -74,7 +74,7 @@ _INSPECT_FLAGS = [
     Flag("--documents", "how many of the first documents are shown", "value"),
     Flag("--json", "print the figures as one JSON object", "switch"),
 ]
-_FILES = {"path", "cache", "tokenizer", "data"}  # keys of the run file that name files or folders
+_FILES = {"path", "cache", "tokenizer", "data", "checkpoint"}  # keys of the run file that name files or folders
 
 
 def _flags(command: str) -> Iterator[Flag]:

@@ -32,6 +32,7 @@ RUN.toml   the run file; every value in it can be given as a flag too
 examples:
   tenfold train examples/demo.toml --out runs/demo
   tenfold train run.toml --optim.lr 3e-4 --stages.0.until 10%
+  tenfold train run.toml --start.checkpoint runs/pseudo --out runs/real
   tenfold train run.toml --model.preset m6-10t --dry-run
 """
 
@@ -141,6 +142,8 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     display = Display(stages[-1].tokens_at(stages[-1].last_step), console=console)
     # Whatever does not fit is told here, before anything is written.
     run = Run(config, data, folder, device, emit, display.note)
+    if not started:
+        run.open_start()
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder):
         if not started:

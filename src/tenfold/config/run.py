@@ -124,6 +124,20 @@ class OptimConfig(Section):
     final: Share = Field(0.1, description="Share of the peak rate that is left at the end.")
 
 
+class StartConfig(Section):
+    """What a run begins from, if not from initial weights."""
+
+    checkpoint: str | None = Field(
+        None,
+        min_length=1,
+        description="A run directory (its newest checkpoint), or a checkpoint in it, of the same model, whose layers "
+        "share as in the first stage or more; unset: initial weights.",
+    )
+    optimizer: bool = Field(
+        True, description="Take its optimizer state too; that of freed layers as the first stage's `moments` says."
+    )
+
+
 class CheckpointConfig(Section):
     """When the run is saved."""
 
@@ -224,6 +238,7 @@ class RunConfig(Section):
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    start: StartConfig = StartConfig()
     training: TrainingConfig = TrainingConfig(steps=1000)
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
+from tenfold.checkpoint.tensors import Stored
 from tenfold.config.run import OptimConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
@@ -95,21 +96,26 @@ def state_tensors(model: Decoder, optimizers: Sequence[Optimizer]) -> dict[str, 
     }
 
 
-@torch.no_grad()
-def load_state_tensors(model: Decoder, optimizers: Sequence[Optimizer], saved: dict[str, torch.Tensor]) -> None:
+def load_state_tensors(
+    model: Decoder, optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Tensor | Stored]
+) -> None:
     """Fill the optimizers' state from `saved`; raises TenfoldError when a tensor is missing, left over or misshapen."""
     fill_tensors(state_tensors(model, optimizers), saved, "optimizer state")
 
 
 @torch.no_grad()
-def fill_tensors(targets: dict[str, torch.Tensor], saved: dict[str, torch.Tensor], what: str) -> None:
+def fill_tensors(targets: dict[str, torch.Tensor], saved: Mapping[str, torch.Tensor | Stored], what: str) -> None:
     """Copy saved tensors into their namesakes, strictly: every name must be on both sides, with the same shape."""
     for name in sorted(targets.keys() ^ saved.keys()):
         side = "lacks" if name in targets else "has, and this run does not use,"
         raise TenfoldError(f"the checkpoint's {what} {side} {name}: it is of another model or optimizer")
     for name, target in targets.items():
-        if target.shape != saved[name].shape:
+        stored = Stored.of(saved[name])
+        if tuple(target.shape) != stored.shape:
             raise TenfoldError(
-                f"the checkpoint's {what} {name} has shape {tuple(saved[name].shape)}, this run's {tuple(target.shape)}"
+                f"the checkpoint's {what} {name} has shape {stored.shape}, this run's {tuple(target.shape)}"
             )
-        target.copy_(saved[name])
+        flat, begin = target.view(-1), 0
+        for piece in stored.pieces():
+            flat[begin : begin + len(piece)].copy_(piece)
+            begin += len(piece)

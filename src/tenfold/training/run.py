@@ -43,6 +43,7 @@ from tenfold.training.setup import DTYPES, build_model, check_compiler, check_me
 from tenfold.training.signals import Signals
 from tenfold.training.sources import mixture_metrics, tell_epochs
 from tenfold.training.stages import Stage, learning_rate, plan_stages
+from tenfold.training.start import Start
 from tenfold.training.step import StepResult, routing_metrics, train_step
 
 Emit = Callable[[dict[str, Any]], None]
@@ -115,6 +116,13 @@ class Run:
         self.stop_reason = reason
         self.note(f"{reason}: saving after this step; once more to stop at once")
 
+    def open_start(self) -> None:
+        """Find the checkpoint that a new run begins from, if it does, and check that it fits."""
+        if self.config.start.checkpoint is not None:
+            self._start = Start(self.config, self.stages[0], self.data.tokenizer_file)
+
+    _start: Start | None = None
+
     def restore(self) -> int | None:
         """Take up the newest whole checkpoint, if there is one; the step it is of."""
         path = latest_checkpoint(self.checkpoints, self.remark)
@@ -146,11 +154,19 @@ class Run:
         """
         place, resumed = self.place, hasattr(self, "model")
         if not resumed:
-            self._build(self.stages[0])
+            self._begin()
         machine = describe_machine(self.device) | {"matrix_rate": self.rate}
         model = self.config.model.model_dump(mode="json", exclude_none=True)
+        began = {} if resumed or self._start is None else {"started_from": self._start.describe()}
         self.emit(
-            {"event": "start", "run": self.folder.name, "model": model, "stages": self.described, "machine": machine}
+            {
+                "event": "start",
+                "run": self.folder.name,
+                "model": model,
+                "stages": self.described,
+                "machine": machine,
+                **began,
+            }
         )
         if resumed:
             self.emit({"event": "resume", "step": place.step, "seconds": place.seconds, **(former or {})})
@@ -182,6 +198,15 @@ class Run:
                 self._finish(stage, self.described[number])
         self._close()
         return True
+
+    def _begin(self) -> None:
+        if self._start is None:
+            self.open_start()
+        self._build(self.stages[0])
+        if self._start is not None:
+            freed = self._start.fill(self.model, self.optimizers)
+            self.remark(str(self._start))
+            self._measure(self.stages[0], freed)
 
     def _build(self, stage: Stage) -> None:
         self.model = build_model(self.config, stage.sharing, self.device)
@@ -337,12 +362,7 @@ class Run:
         freed = delink(self.model.layers, self.optimizers, after.sharing, after.config.moments)
         self._compile()
         difference = (self._logits(probe) - logits).abs().max().item()
-        measured: dict[str, Any] = {}
-        if after.config.moments == "measure" and freed:
-            steps = range(after.first_step, min(after.first_step + after.config.moments_steps, after.last_step))
-            coming = [self._coming(after, step) for step in steps]
-            norm = measure_moments(self.model, self.optimizers, freed, coming, self.config)
-            measured = {"measured_steps": len(steps), "measured_grad_norm": norm}
+        measured = self._measure(after, freed)
         place.stage, place.stage_seconds, place.joules_before = number, 0.0, place.joules
         self._window_steps, self._window_seconds = 0, 0.0
         self.emit(
@@ -363,6 +383,15 @@ class Run:
             }
         )
         self._emit_similarity(after)
+
+    def _measure(self, stage: Stage, freed: list[torch.nn.Parameter]) -> dict[str, Any]:
+        """Where the stage that begins asks for it, moments for the freed parameters from its first steps' gradients."""
+        if stage.config.moments != "measure" or not freed:
+            return {}
+        steps = range(stage.first_step, min(stage.first_step + stage.config.moments_steps, stage.last_step))
+        coming = [self._coming(stage, step) for step in steps]
+        norm = measure_moments(self.model, self.optimizers, freed, coming, self.config)
+        return {"measured_steps": len(steps), "measured_grad_norm": norm}
 
     @property
     def _some_text(self) -> PackedSequences:

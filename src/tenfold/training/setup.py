@@ -58,6 +58,9 @@ def resolve(
             f"model.document_end = {model.document_end}, but documents end in token {end_of_text}: leave it out, or "
             "name that token as data.end_of_text"
         )
+    start = config.start
+    if start.checkpoint is not None:
+        start = start.model_copy(update={"checkpoint": _absolute(start.checkpoint)})
     evaluations = [asked.model_copy(update={"data": _absolute(asked.data)}) for asked in config.evaluations]
     precision = config.training.precision
     if precision == "auto":
@@ -72,6 +75,7 @@ def resolve(
                 }
             ),
             "data": data.model_copy(update=paths),
+            "start": start,
             "evaluations": evaluations,
             "training": config.training.model_copy(update={"precision": precision}),
         }
