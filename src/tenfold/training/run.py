@@ -153,11 +153,9 @@ class Run:
         `former` is what a resumption knows of the process before it, for the `resume` event.
         """
         place, resumed = self.place, hasattr(self, "model")
-        if not resumed:
-            self._begin()
+        started_from = {} if resumed else self._begin()
         machine = describe_machine(self.device) | {"matrix_rate": self.rate}
         model = self.config.model.model_dump(mode="json", exclude_none=True)
-        began = {} if resumed or self._start is None else {"started_from": self._start.describe()}
         self.emit(
             {
                 "event": "start",
@@ -165,7 +163,7 @@ class Run:
                 "model": model,
                 "stages": self.described,
                 "machine": machine,
-                **began,
+                **started_from,
             }
         )
         if resumed:
@@ -199,14 +197,16 @@ class Run:
         self._close()
         return True
 
-    def _begin(self) -> None:
+    def _begin(self) -> dict[str, Any]:
+        """Make the model, from initial weights or a checkpoint; what the `start` event says of the latter."""
         if self._start is None:
             self.open_start()
         self._build(self.stages[0])
-        if self._start is not None:
-            freed = self._start.fill(self.model, self.optimizers)
-            self.remark(str(self._start))
-            self._measure(self.stages[0], freed)
+        if self._start is None:
+            return {}
+        freed = self._start.fill(self.model, self.optimizers)
+        self.remark(str(self._start))
+        return {"started_from": self._start.describe() | self._measure(self.stages[0], freed)}
 
     def _build(self, stage: Stage) -> None:
         self.model = build_model(self.config, stage.sharing, self.device)
