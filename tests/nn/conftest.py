@@ -41,3 +41,11 @@ def sample():
 def copy_attention():
     """Puts the weights of our attention into torch's MultiheadAttention."""
     return _copy_attention
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of OpenMP threads, for the test alone."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -4,16 +4,17 @@ How the products are made, by device:
 
 * CUDA, bf16, from compute capability 8 on, rows of 16 bytes: PyTorch's grouped product, without a word to the host.
 * everywhere else: one product for each expert that has rows, written in place into the result. The experts are taken
-  in pieces of at most `PIECE_ROWS` rows, and everything that is done to a piece is done while it is in the cache:
-  the products up, the activation, the product down. PyTorch's own grouped product for the CPU is the same loop, but
-  can neither add to a result nor be cut into pieces.
+  in blocks of at most `PIECE_ROWS` rows, and everything that is done to a block is done while it is in the cache:
+  the products up, the activation, the product down. On a CPU of several threads the blocks are done side by side, each
+  by one (`nn.workers`). PyTorch's own grouped product for the CPU is the same loop with all threads on one product, and
+  can neither add to a result nor be cut into blocks.
 
 Shapes: N tokens, C choices of a token, R rows, D hidden, F expert width, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tenfold.nn.products import product_dtype
+from tenfold.nn.workers import work_off, workers_of
 
 PIECE_ROWS = 1024
+TASKS = 8  # for each worker, that the last to be done be small
 
 
 class Rows(NamedTuple):
@@ -160,7 +163,8 @@ def _forward(
         _activate(None if gate is None else a_RF, b_RF, gates_R1, inner_RF)
         return F.grouped_mm(inner_RF, down, offs=ends), a_RF, b_RF
     gates, ups, downs = (None if gate is None else gate.unbind()), up.unbind(), down.unbind()
-    for block in _cut(rows_E.tolist()):
+
+    def work(block: Block) -> None:
         here = slice(block[0].start, block[-1].end)
         inner_RF = x_RD.new_empty(here.stop - here.start, width)
         for piece in block:
@@ -171,6 +175,8 @@ def _forward(
         _activate(None if gates is None else a_RF[here], b_RF[here], gates_R1[here], inner_RF)
         for piece, inner in zip(block, inner_RF.split([piece.end - piece.start for piece in block]), strict=True):
             torch.mm(inner, downs[piece.expert], out=y_RD[piece.start : piece.end])
+
+    _work_off(rows_E.tolist(), work, x_RD.device)
     return y_RD, a_RF, b_RF
 
 
@@ -207,7 +213,8 @@ def _backward(
     ups_t, downs_t = up.transpose(1, 2).unbind(), down.transpose(1, 2).unbind()
     grad_gate_E, grad_up_E, grad_down_E = grad_gate.unbind(), grad_up.unbind(), grad_down.unbind()
     counts = rows_E.tolist()
-    for block in _cut(counts):
+
+    def work(block: Block) -> None:
         here = slice(block[0].start, block[-1].end)
         sizes = [piece.end - piece.start for piece in block]
         grad_RF = b_RF.new_empty(here.stop - here.start, b_RF.shape[1])
@@ -228,6 +235,8 @@ def _backward(
                 out.addmm_(grad_as[index], gates_t[expert])
                 _outer(x_t, grad_as[index], grad_gate_E[expert], piece.first)
             _outer(inners[index].t(), grad_RD[part], grad_down_E[expert], piece.first)
+
+    _work_off(counts, work, x_RD.device)
     for expert, count in enumerate(counts):
         if count == 0:
             for grad in (grad_up_E, grad_down_E) if gate is None else (grad_gate_E, grad_up_E, grad_down_E):
@@ -270,21 +279,50 @@ class _Piece(NamedTuple):
     first: bool
 
 
-def _cut(counts: Sequence[int]) -> list[list[_Piece]]:
-    """The rows as blocks of at most `PIECE_ROWS` rows: small experts together, a large one in pieces."""
-    blocks: list[list[_Piece]] = []
-    size, start = PIECE_ROWS, 0
-    for expert, count in enumerate(counts):
-        end = start + count
-        for begin in range(start, end, PIECE_ROWS):
-            rows = min(PIECE_ROWS, end - begin)
-            if size + rows > PIECE_ROWS:
-                blocks.append([])
+Block = list[_Piece]  # neighbours, worked on while they are in the cache
+
+
+def _work_off(counts: Sequence[int], work: Callable[[Block], None], device: torch.device) -> None:
+    """`work` on every block: tasks side by side, the largest first; on a task beyond a worker's share all together."""
+    workers = workers_of(device)
+    share = -(-sum(counts) // workers)
+    most = PIECE_ROWS if workers == 1 else min(PIECE_ROWS, -(-share // TASKS))
+    tasks = sorted(_cut(counts, most), key=_rows, reverse=True)
+
+    def work_on(task: list[Block]) -> None:
+        for block in task:
+            work(block)
+
+    work_off([task for task in tasks if _rows(task) > share], work_on, 1)
+    work_off([task for task in tasks if _rows(task) <= share], work_on, workers)
+
+
+def _cut(counts: Sequence[int], most: int) -> list[list[Block]]:
+    """The rows as tasks that touch nothing of each other's, each a list of blocks.
+
+    Experts of at most `most` rows make one block, up to so many rows together; a larger expert is a task by itself, in
+    blocks of at most `PIECE_ROWS` rows.
+    """
+    tasks: list[list[Block]] = []
+    size, start = most, 0
+    for expert, rows in enumerate(counts):
+        end = start + rows
+        if rows > most:
+            begins = range(start, end, PIECE_ROWS)
+            tasks.append([[_Piece(expert, at, min(at + PIECE_ROWS, end), at == start)] for at in begins])
+            size = most
+        elif rows:
+            if size + rows > most:
+                tasks.append([[]])
                 size = 0
-            blocks[-1].append(_Piece(expert, begin, begin + rows, begin == start))
+            tasks[-1][0].append(_Piece(expert, start, end, True))
             size += rows
         start = end
-    return blocks
+    return tasks
+
+
+def _rows(task: list[Block]) -> int:
+    return task[-1][-1].end - task[0][0].start
 
 
 def _outer(x_DR: Tensor, grad_RF: Tensor, out_DF: Tensor, first: bool) -> None:
