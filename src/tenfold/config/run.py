@@ -173,6 +173,9 @@ class StageConfig(Section):
     parts: list[Part] = Field(
         list(get_args(Part)), min_length=1, description="What of a layer is shared; the rest is each layer's own."
     )
+    rank: int = Field(
+        0, ge=0, description="Rank of a difference of each layer's own to the matrices it shares; 0: none."
+    )
     until: Until = Field(
         None,
         description='Where in the run the stage ends ("20%", {tokens = "2B"}, {steps = 500}); the last stage: unset.',

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.low_rank import held_inside
 from tenfold.nn.moe import MixtureOfExperts
 
 
@@ -15,10 +16,12 @@ from tenfold.nn.moe import MixtureOfExperts
 class Counts:
     """Parameters, and operations per token.
 
-    total: as if every layer had weights of its own. stored: those that exist (a shared block once). active: those of
+    total: as if every layer had weights of its own. stored: those that exist (a shared block once, low-rank differences
+    to it besides). active: those of
     `total` that one token's forward pass uses, with top_k experts of each prototype. expert: those of `total` in
     routed experts. flops_per_token: forward and backward (3 x forward), two operations for each multiply-add of a
-    matrix product (norms and biases: none), causal attention counted as the half it is, recomputation not counted. An
+    matrix product (norms and biases: none), causal attention counted as the half it is, recomputation not counted, nor
+    what a layer's difference costs, which goes by forward passes and not by tokens. An
     encoder's output matrix multiplies masked places only, and is counted by their share.
     """
 
@@ -34,11 +37,11 @@ def count(model: Decoder, sequence_length: int) -> Counts:
     config = model.config
     outside = _numel(parameter for name, parameter in model.named_parameters() if not name.startswith("layers."))
     experts_in_layer = sum(
-        _numel(module.experts.parameters())
+        _numel(held_inside(module.experts))
         for module in model.layers[0].modules()
         if isinstance(module, MixtureOfExperts)
     )
-    layers_total = sum(_numel(layer.parameters()) for layer in model.layers)
+    layers_total = sum(_numel(held_inside(layer)) for layer in model.layers)
     expert_total = experts_in_layer * config.layers
     chosen = config.moe.prototypes * config.moe.top_k / config.moe.experts if config.moe.experts else 0.0
     active_experts = round(expert_total * chosen)
@@ -62,7 +65,7 @@ def count(model: Decoder, sequence_length: int) -> Counts:
 
 
 def _matrices(module: nn.Module | None) -> int:
-    return 0 if module is None else _numel(parameter for parameter in module.parameters() if parameter.dim() == 2)
+    return 0 if module is None else _numel(parameter for parameter in held_inside(module) if parameter.dim() == 2)
 
 
 def _numel(parameters: Iterable[nn.Parameter]) -> int:

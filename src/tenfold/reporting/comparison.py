@@ -22,6 +22,7 @@ from tenfold.reporting.format import (
     format_pattern,
     format_seconds,
     format_share,
+    format_sharing,
 )
 from tenfold.reporting.history import History
 
@@ -67,7 +68,7 @@ def _results(runs: Runs) -> list[list[str]]:
     measures: list[tuple[str, Callable[[History], str]]] = [
         ("status", lambda run: run.status),
         ("stages", lambda run: " → ".join(run.stage_names)),
-        ("sharing", lambda run: " → ".join(format_pattern(row.get("sharing")) for row in run.stage_rows())),
+        ("sharing", lambda run: " → ".join(format_sharing(row) for row in run.stage_rows())),
         ("layers", lambda run: str((run.start.get("model") or {}).get("layers", MISSING))),
         ("stored parameters", _stored),
         ("parameters", lambda run: format_count(_of_last_stage(run, "total_parameters"))),

@@ -20,9 +20,9 @@ from tenfold.reporting.format import (
     format_count,
     format_logits,
     format_number,
-    format_pattern,
     format_seconds,
     format_share,
+    format_sharing,
 )
 from tenfold.reporting.tables import closing_table, dry_run_table
 
@@ -193,7 +193,7 @@ class Display:
         head.add_column(justify="right")
         length = step.get("sequence_length")
         lengths = f"  sequences of {length:,}" if stage.get("sequence_lengths") and length else ""
-        pattern = format_pattern(stage.get("sharing"))
+        pattern = format_sharing(stage)
         head.add_row(
             Text.assemble(place, (self._stage, "bold cyan"), f"  shares {pattern}{lengths}"),
             Text(f"{format_count(stage.get('stored_parameters'))} parameters stored"),
@@ -232,7 +232,7 @@ class Display:
 def _describe(stage: dict[str, Any]) -> str:
     counts = (stage.get("stored_parameters"), stage.get("total_parameters"), stage.get("steps"), stage.get("tokens"))
     stored, total, steps, tokens = (format_count(count) for count in counts)
-    pattern = format_pattern(stage.get("sharing"))
+    pattern = format_sharing(stage)
     lengths = stage.get("sequence_lengths") or []
     in_sequences = f" in sequences of {' to '.join(f'{length:,}' for length in lengths[:1] + lengths[1:][-1:])}"
     return (

@@ -121,6 +121,14 @@ def format_pattern(pattern: Any) -> str:
     return f"{len(pattern)} layers, {blocks} block{'s' * (blocks != 1)}{each}"
 
 
+def format_sharing(stage: dict[str, Any]) -> str:
+    """What a stage shares, of the `start` event: its pattern, its parts where they are not all, the rank of differences
+    where there are any."""
+    parts, rank = stage.get("parts"), stage.get("rank")
+    of_parts = f" of {', '.join(parts)}" if parts else ""
+    return f"{format_pattern(stage.get('sharing'))}{of_parts}{f' + rank {rank}' if rank else ''}"
+
+
 def format_logits(delink: dict[str, Any]) -> str:
     """Whether a delinking left the model's output as it was, in words."""
     if delink.get("logits_equal") is True:

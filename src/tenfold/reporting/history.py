@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,8 @@ class History:
                 row["joules"] = used[-1] - before
                 row["joules_per_token"] = row["joules"] / row["tokens"] if row["tokens"] else None
                 before = used[-1]
-            plan = {key: planned.get(name, {}).get(key) for key in ("sharing", "stored_parameters", "total_parameters")}
+            keys = ("sharing", "parts", "rank", "stored_parameters", "total_parameters")
+            plan = {key: planned.get(name, {}).get(key) for key in keys}
             rows.append({**plan, **row, **told.get(name, {})})
         return rows
 
@@ -161,7 +163,7 @@ def _once(events: list[Event], kind: str, *also: str) -> list[Event]:
 def _blocks(pattern: Any) -> dict[int, int]:
     """Layer -> block, of a pattern as a `delink` event holds it."""
     if isinstance(pattern, str):
-        pattern = [int(block) for block in pattern.strip("()").split(",") if block.strip().isdigit()]
+        pattern = [int(block) for block in re.findall(r"\d+", pattern.partition(")")[0])]
     return dict(enumerate(pattern or []))
 
 

@@ -23,6 +23,7 @@ from tenfold.reporting.format import (
     format_number,
     format_pattern,
     format_seconds,
+    format_sharing,
 )
 from tenfold.reporting.history import Event, History
 from tenfold.reporting.svg import pick_evenly
@@ -115,7 +116,7 @@ def _stages(history: History) -> str:
     rows = [
         [
             row["name"],
-            format_pattern(row.get("sharing")),
+            format_sharing(row),
             format_count(row.get("stored_parameters")),
             format_count(row.get("total_parameters")),
             format_count(row.get("tokens")),

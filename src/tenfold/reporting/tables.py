@@ -16,7 +16,7 @@ from tenfold.reporting.format import (
     format_joules,
     format_logits,
     format_number,
-    format_pattern,
+    format_sharing,
 )
 
 
@@ -34,7 +34,7 @@ def dry_run_table(stages: list[dict[str, Any]]) -> RenderableType:
     table = _table("stage", "sharing", *columns)
     for stage in stages:
         counts = [format_count(stage.get(key)) for key in columns.values()]
-        table.add_row(Text(str(stage.get("name"))), Text(format_pattern(stage.get("sharing"))), *counts)
+        table.add_row(Text(str(stage.get("name"))), Text(format_sharing(stage)), *counts)
     legend = (
         "params: as if every layer had its own; experts: those of them in routed experts; stored: those that exist, a "
         "shared block once; active: used by one token; FLOPs: for one token, forward and backward"

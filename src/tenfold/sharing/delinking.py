@@ -13,6 +13,11 @@ What each choice of `moments` means for a block that trained on the mean gradien
 - measure: as reset here; the freed parameters' moments are then filled from gradients of their own
   (`sharing.measuring`). The only choice that knows where one layer's gradient differs from the mean.
 
+A relaxed sharing (`Sharing.rank`) begins with differences of zero, and a freed layer's difference is folded into its
+weight, so that neither changes the function. New differences join their matrix's group without state, as parameters of
+a new optimizer; when they are folded their state goes with them, and the freed weight has what `moments` makes of the
+shared matrix's: its second moment is that of a mean gradient, as without differences.
+
 A block trained on the *sum* of the gradients would hand over moments that are too large, and want m / uses_before and
 v / uses_before^2 first; the training step divides, so that this never arises. docs/sharing.md has the four choices in a
 table: what each makes of every optimizer's state, and what that is off by.
@@ -31,7 +36,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tenfold.errors import TenfoldError
-from tenfold.sharing.tying import Layers, Sharing, check_fits, part_of, tables, tied_pattern
+from tenfold.nn.low_rank import LEFT, RIGHT, add_difference, differences, fold_difference, useful_rank
+from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Holder, Layers, Sharing, check_fits, check_rank, patterns, ranks, tables, tied_pattern
 
 Moments = Literal["copy", "rescale", "reset", "measure"]
 
@@ -42,21 +49,24 @@ _KNOWN = {*_FIRST, *_SECOND, _LARGEST, "step", "RMS"}  # RMS: of the weights, in
 
 
 def delink(
-    layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, moments: Moments = "rescale"
+    layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, moments: Moments = "rescale", seed: int = 0
 ) -> list[nn.Parameter]:
     """Free what `after` no longer shares among `layers`, in place, parameter by parameter; the freed parameters.
 
     What is shared now is seen from the layers themselves. The function they compute does not change. Optimizer groups
     and state follow; gradients must be cleared first. With "measure" the state of the freed parameters is zero until a
-    `Measurement` of them has filled it. Raises TenfoldError, with nothing changed, when `after` does not refine what
-    is shared now, or when a state cannot be rescaled or measured.
+    `Measurement` of them has filled it. `seed` fixes the random halves of new differences. Raises TenfoldError, with
+    nothing changed, when `after` does not refine what is shared now, or when a state cannot be rescaled or measured.
     """
     places = tables(layers)
     check_fits(layers, after)
-    patterns = {name: after.of(part_of(layers[0], name), name) for name in places}
+    wanted = patterns(layers, places, after)
     for name, column in places.items():
-        patterns[name].check_refines(tied_pattern(column), f"delinking {name}")
-        if any(holder.parameter.grad is not None for holder in column):
+        pattern, where = wanted[name], f"delinking {name}"
+        pattern.check_refines(tied_pattern(column), where)
+        shared = [holder.rank for holder, block in zip(column, pattern.blocks, strict=True) if pattern.uses(block) > 1]
+        check_rank(pattern, min(after.rank, useful_rank(column[0].parameter)), max(shared, default=0), where)
+        if any(parameter.grad is not None for holder in column for parameter in holder.parameters):
             raise TenfoldError(f"delinking: {name} has a gradient; clear gradients (optimizer.zero_grad()) first")
     state = _State(optimizers)
     if moments in ("rescale", "measure"):
@@ -64,31 +74,52 @@ def delink(
             state.check_known(column[0].parameter, moments)
     freed: list[nn.Parameter] = []
     for name, column in places.items():
-        before, pattern = tied_pattern(column), patterns[name]
-        if pattern == before:
-            continue
-        parents = [holder.parameter for holder in column]
-        kept: list[tuple[nn.Parameter, float]] = []
-        taken: set[nn.Parameter] = set()
-        for block in range(pattern.stored_blocks):
-            layer = pattern.first_layer(block)
-            parent, q = parents[layer], before.uses(before.blocks[layer]) / pattern.uses(block)
-            # The first of a parent's children keeps its memory; its state changes last, when all have copied it.
-            if parent in taken:
-                child = nn.Parameter(parent.detach().clone(), parent.requires_grad)
-                state.carry(parent, child, moments, q)
-                state.name(parent, child, name, layer)
-                freed.append(child)
-                for holder, mine in zip(column, pattern.blocks, strict=True):
-                    if mine == block:
-                        holder.hold(child)
+        freed += _untie(name, column, wanted[name], state, moments)
+        for layer, rank in enumerate(ranks(wanted[name], after, column)):
+            holder = column[layer]
+            if holder.rank == rank:
+                continue
+            for old in differences(holder.module, holder.attribute):
+                state.leave(old)
+            if rank:
+                pair = add_difference(holder.module, holder.attribute, rank, f"{seed}/layers.{layer}.{name}")
+                for side, parameter in zip((LEFT, RIGHT), pair, strict=True):
+                    state.join(holder.parameter, parameter, name, layer, side)
             else:
-                taken.add(parent)
-                kept.append((parent, q))
-        for parent, q in kept:
-            if q > 1:
-                state.carry(parent, parent, moments, q)
-                freed.append(parent)
+                fold_difference(holder.module, holder.attribute)
+    return freed
+
+
+def _untie(
+    name: str, column: Sequence[Holder], pattern: Pattern, state: _State, moments: Moments
+) -> list[nn.Parameter]:
+    """Free what `pattern` does not share of the parameter `name`, which `column` holds layer by layer."""
+    before = tied_pattern(column)
+    if pattern == before:
+        return []
+    parents = [holder.parameter for holder in column]
+    kept: list[tuple[nn.Parameter, float]] = []
+    taken: set[nn.Parameter] = set()
+    freed: list[nn.Parameter] = []
+    for block in range(pattern.stored_blocks):
+        layer = pattern.first_layer(block)
+        parent, q = parents[layer], before.uses(before.blocks[layer]) / pattern.uses(block)
+        # The first of a parent's children keeps its memory; its state changes last, when all have copied it.
+        if parent in taken:
+            child = nn.Parameter(parent.detach().clone(), parent.requires_grad)
+            state.join(parent, child, name, layer)
+            state.carry(parent, child, moments, q)
+            freed.append(child)
+            for holder, mine in zip(column, pattern.blocks, strict=True):
+                if mine == block:
+                    holder.hold(child)
+        else:
+            taken.add(parent)
+            kept.append((parent, q))
+    for parent, q in kept:
+        if q > 1:
+            state.carry(parent, parent, moments, q)
+            freed.append(parent)
     return freed
 
 
@@ -111,23 +142,36 @@ class _State:
             if moments == "measure" and is_traceable_wrapper_subclass(value):
                 raise TenfoldError(f"delinking cannot measure {key!r}, which is quantized; use moments = rescale")
 
-    def carry(self, parent: nn.Parameter, child: nn.Parameter, moments: Moments, q: float) -> None:
-        """Give the child the parent's place and, changed as `moments` says, its state."""
+    def join(self, parent: nn.Parameter, child: nn.Parameter, name: str, layer: int, side: str = "") -> None:
+        """Train `child`, of `layer`, with the optimizer of `parent`, in its group; it has no state as yet.
+
+        An optimizer made from `named_parameters` calls it by the name of `parent`, with the layer's number and `side`.
+        """
         if parent not in self._of:  # not trained
             return
-        optimizer, group = self._of[parent]
-        if child is not parent:
-            group["params"].append(child)
-        if parent in optimizer.state:
-            optimizer.state[child] = carried(optimizer.state[parent], group, moments, q)
-
-    def name(self, parent: nn.Parameter, child: nn.Parameter, name: str, layer: int) -> None:
-        """Name a child after its layer, in an optimizer that was made from `named_parameters`."""
-        _, group = self._of.get(parent, (None, {}))
+        self._of[child] = _, group = self._of[parent]
         if "param_names" in group:
             (place,) = (place for place, mine in enumerate(group["params"]) if mine is parent)
             old = group["param_names"][place]
-            group["param_names"].append(re.sub(rf"\d+\.{re.escape(name)}$", f"{layer}.{name}", old))
+            group["param_names"].append(re.sub(rf"\d+\.{re.escape(name)}$", f"{layer}.{name}{side}", old))
+        group["params"].append(child)
+
+    def carry(self, parent: nn.Parameter, child: nn.Parameter, moments: Moments, q: float) -> None:
+        """Give the child its parent's state, changed as `moments` says."""
+        if parent in self._of:
+            optimizer, group = self._of[parent]
+            if parent in optimizer.state:
+                optimizer.state[child] = carried(optimizer.state[parent], group, moments, q)
+
+    def leave(self, parameter: nn.Parameter) -> None:
+        """Train a parameter no more."""
+        if parameter in self._of:
+            optimizer, group = self._of.pop(parameter)
+            stay = [place for place, mine in enumerate(group["params"]) if mine is not parameter]
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key][:] = [group[key][place] for place in stay]
+            optimizer.state.pop(parameter, None)
 
 
 def check_known(keys: Iterable[str], moments: Moments) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tenfold.nn.low_rank import matrices_inside
+
 _CHUNK = 2**20  # weights of each block that are looked at together
 _MOST_LAYERS = 32
 
@@ -22,14 +24,15 @@ def seen_layers(layers: int) -> list[int]:
 def layer_similarity(parts: Sequence[nn.Module]) -> list[list[float]]:
     """Cosine of the angle between the weights of each two layers, [L, L], from the same part of each (its attention).
 
-    A part's weights are one long vector: all its parameters, end to end. Parts of layers that share all of them are
-    looked at once. Costs one pass over the weights and a product of them for each pair.
+    A part's weights are one long vector: all its parameters, end to end, with a layer's own differences added. Parts of
+    layers that share all of them are looked at once. Costs one pass over the weights and a product of them for each
+    pair.
     """
     keys = [tuple(part.parameters()) for part in parts]
     distinct = list(dict(zip(keys, parts, strict=True)).values())
     products_BB = torch.zeros(len(distinct), len(distinct), dtype=torch.float64)
-    for same in zip(*(module.parameters() for module in distinct), strict=True):
-        flat = [weight.detach().reshape(-1) for weight in same]
+    for same in zip(*(matrices_inside(module) for module in distinct), strict=True):
+        flat = [weight.reshape(-1) for weight in same]
         for begin in range(0, flat[0].numel(), _CHUNK):
             piece_BC = torch.stack([weight[begin : begin + _CHUNK].float() for weight in flat])
             products_BB += (piece_BC @ piece_BC.T).double().cpu()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tenfold.errors import TenfoldError
+from tenfold.nn.low_rank import add_difference, differences, held, rank_of, useful_rank
 from tenfold.sharing.patterns import Pattern
 
 PARTS = ("attention", "ffn", "experts", "router", "norms")
@@ -29,25 +30,28 @@ Layers = Sequence[nn.Module] | nn.ModuleList
 class Sharing:
     """Which layers share (`pattern`), and what of them (`parts`); all else is each layer's own.
 
-    A part is one of `PARTS`, or a glob over the names that a layer's parameters have in it ("mlp.*").
+    A part is one of `PARTS`, or a glob over the names that a layer's parameters have in it ("mlp.*"). With a `rank` the
+    sharing is relaxed: to each matrix that it shares a layer adds a difference of that rank, its own (`nn.low_rank`),
+    and vectors, for which rank 1 would be everything, are not shared at all.
     """
 
     pattern: Pattern
     parts: tuple[str, ...] = PARTS
+    rank: int = 0
 
-    def of(self, part: str, name: str = "") -> Pattern:
-        """The pattern of a parameter that belongs to `part` and has `name` in its layer."""
+    def of(self, part: str, name: str = "", vector: bool = False) -> Pattern:
+        """The pattern of a parameter that belongs to `part` and has `name` in its layer, and one dimension or more."""
         shared = part in self.parts or any(fnmatchcase(name, glob) for glob in self.parts if glob not in PARTS)
-        return self.pattern if shared else Pattern(range(self.pattern.layers))
+        return self.pattern if shared and not (vector and self.rank) else Pattern(range(self.pattern.layers))
 
     def dump(self) -> dict[str, Any]:
         """What a checkpoint's manifest keeps of it; `load` reads it."""
-        return {"pattern": list(self.pattern.blocks), "parts": list(self.parts)}
+        return {"pattern": list(self.pattern.blocks), "parts": list(self.parts), "rank": self.rank}
 
     @classmethod
     def load(cls, manifest: dict[str, Any]) -> Sharing:
         """The sharing that a manifest tells."""
-        return cls(Pattern(manifest["pattern"]), tuple(manifest.get("parts", PARTS)))
+        return cls(Pattern(manifest["pattern"]), tuple(manifest.get("parts", PARTS)), manifest.get("rank", 0))
 
     def segments(self) -> list[range]:
         """The segments: shortest runs of consecutive layers that no shared parameter crosses."""
@@ -62,16 +66,29 @@ class Sharing:
         for part in PARTS:
             mine, theirs = self.of(part), coarser.of(part)
             mine.check_refines(theirs, where if self.parts == coarser.parts else f"{where}: {part}")
+            check_rank(mine, self.rank, coarser.rank, where)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sharing) and all(self.of(part) == other.of(part) for part in PARTS)
+        if not isinstance(other, Sharing) or self.rank != other.rank:
+            return False
+        return all(self.of(part) == other.of(part) for part in PARTS)
 
     def __hash__(self) -> int:
-        return hash(tuple(self.of(part) for part in PARTS))
+        return hash((self.rank, *(self.of(part) for part in PARTS)))
 
     def __str__(self) -> str:
         all_of_them = self.parts == PARTS or self.pattern.stored_blocks == self.pattern.layers
-        return str(self.pattern) if all_of_them else f"{self.pattern} of {', '.join(self.parts)}"
+        shared = str(self.pattern) if all_of_them else f"{self.pattern} of {', '.join(self.parts)}"
+        return f"{shared} + rank {self.rank}" if self.rank else shared
+
+
+def check_rank(pattern: Pattern, rank: int, before: int, where: str) -> None:
+    """Raise TenfoldError where layers that differ by rank `before` would go on sharing with a lesser `rank`."""
+    if rank < before and pattern.stored_blocks < pattern.layers:
+        raise TenfoldError(
+            f"{where}: layers that still share, {pattern}, have differences of rank {before} by now, which no common "
+            f"block can take in: let them keep rank = {before} or more, or free them all"
+        )
 
 
 @dataclass(frozen=True)
@@ -87,17 +104,26 @@ class Holder:
         assert found is not None
         return found
 
+    @property
+    def rank(self) -> int:
+        """Of the layer's own difference to the parameter; 0: it has none."""
+        return rank_of(self.module, self.attribute)
+
+    @property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameter, and left and right of the layer's own difference to it."""
+        return (self.parameter, *differences(self.module, self.attribute))
+
     def hold(self, parameter: nn.Parameter) -> None:
         self.module._parameters[self.attribute] = parameter
 
 
 def holders(layer: nn.Module) -> dict[str, Holder]:
-    """Every place of a parameter in `layer`, by name."""
+    """Every place of a parameter in `layer`, by name; a difference is no place of its own."""
     return {
         f"{path}.{attribute}" if path else attribute: Holder(module, attribute)
         for path, module in layer.named_modules()
-        for attribute, parameter in module._parameters.items()
-        if parameter is not None
+        for attribute, _ in held(module)
     }
 
 
@@ -144,20 +170,44 @@ def tables(layers: Layers) -> dict[str, list[Holder]]:
 def tie(layers: Layers, sharing: Sharing) -> None:
     """Make layers that share hold the parameters of the first of them. Nothing is averaged: the others' are let go.
 
-    Raises TenfoldError when the layers are not alike, are not as many as the pattern's, or have nothing of a part.
+    Differences of a relaxed sharing are zero at first. Raises TenfoldError when the layers are not alike or differ by
+    some rank already, are not as many as the pattern's, or have nothing of a part.
     """
     places = tables(layers)
     check_fits(layers, sharing)
     for name, column in places.items():
-        pattern = sharing.of(part_of(layers[0], name), name)
+        if any(holder.rank for holder in column):
+            raise TenfoldError(f"{name} of the layers has low-rank differences: delink them, which folds those in")
+    for name, pattern in patterns(layers, places, sharing).items():
+        column = places[name]
         for holder, block in zip(column, pattern.blocks, strict=True):
             holder.hold(column[pattern.first_layer(block)].parameter)
+        for layer, rank in enumerate(ranks(pattern, sharing, column)):
+            if rank:
+                add_difference(column[layer].module, column[layer].attribute, rank, f"0/layers.{layer}.{name}")
+
+
+def patterns(layers: Layers, places: dict[str, list[Holder]], sharing: Sharing) -> dict[str, Pattern]:
+    """The pattern that `sharing` means for each parameter in `places`, the `tables` of the layers."""
+    return {
+        name: sharing.of(part_of(layers[0], name), name, column[0].parameter.dim() < 2)
+        for name, column in places.items()
+    }
+
+
+def ranks(pattern: Pattern, sharing: Sharing, column: Sequence[Holder]) -> list[int]:
+    """The rank of each layer's difference to a parameter of that `pattern`: 0 where the layer shares it with none."""
+    rank = min(sharing.rank, useful_rank(column[0].parameter))
+    return [rank if pattern.uses(block) > 1 else 0 for block in pattern.blocks]
 
 
 def check_fits(layers: Layers, sharing: Sharing) -> None:
-    """As many layers as the pattern has, and something in them of every part that is named (of all, when all are)."""
+    """As many layers as the pattern has, something in them of every part that is named (of all, when all are), and a
+    matrix that can use the rank."""
     if len(layers) != (wanted := sharing.pattern.layers):
         raise TenfoldError(f"the sharing map {sharing.pattern} is for {wanted} layers, not {len(layers)}")
+    if sharing.rank:
+        _check_rank_is_useful(layers, sharing)
     if sharing.parts == PARTS:
         return
     names = {name: part_of(layers[0], name) for name in holders(layers[0])}
@@ -165,6 +215,22 @@ def check_fits(layers: Layers, sharing: Sharing) -> None:
         if part not in names.values() and not any(fnmatchcase(name, part) for name in names):
             there = ", ".join(sorted(set(names.values())))
             raise TenfoldError(f"the layers have nothing of {part!r} to share; they have {there}")
+
+
+def _check_rank_is_useful(layers: Layers, sharing: Sharing) -> None:
+    places = tables(layers)
+    found = patterns(layers, places, sharing)
+    largest = max(max(ranks(found[name], Sharing(sharing.pattern, rank=2**62), places[name])) for name in places)
+    if not largest:
+        raise TenfoldError(
+            f"rank = {sharing.rank} is of layers' own differences to matrices that they share, and they share none: "
+            "leave it out"
+        )
+    if sharing.rank > largest:
+        raise TenfoldError(
+            f"rank = {sharing.rank} is more than any shared matrix can use: at {largest}, the smaller side of the "
+            "largest, every layer can be anything already"
+        )
 
 
 def tied_pattern(column: Sequence[Holder]) -> Pattern:

@@ -19,7 +19,8 @@ def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
 
     Weight decay is on the matrices of layers and the output matrix, not on embeddings, norms and biases. Muon takes
     the two-dimensional matrices of layers; the stacked experts are three-dimensional and stay with AdamW, as does
-    the router. Muon's update is scaled to the size of AdamW's, so one learning rate serves both.
+    the router. Muon's update is scaled to the size of AdamW's, so one learning rate serves both. The two halves of a
+    low-rank difference are trained as their matrix is, by the same rules.
     """
     matrices, decayed, plain = [], [], []
     for name, parameter in model.named_parameters():
@@ -59,22 +60,25 @@ def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
 
 @torch.no_grad()
 def materialize(optimizers: Sequence[Optimizer]) -> None:
-    """Make all optimizer state now, so that the first step needs no more memory than any other.
+    """Make the optimizer state that is not there yet, so that the first step needs no more memory than any other.
 
     A step with zero gradients at rate zero makes it; then the counts of steps go back to zero.
     """
     for optimizer in optimizers:
         rates = [group["lr"] for group in optimizer.param_groups]
+        new = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
+        if not new:
+            continue
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in new:
+            parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        for state in optimizer.state.values():
-            for value in state.values():
+        for parameter in new:
+            for value in optimizer.state[parameter].values():
                 value.zero_()
 
 

@@ -38,7 +38,13 @@ from tenfold.sharing.delinking import delink
 from tenfold.sharing.similarity import layer_similarity, seen_layers
 from tenfold.training.energy import Ledger
 from tenfold.training.measuring import Coming, measure_moments
-from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, state_tensors
+from tenfold.training.optimizers import (
+    build_optimizers,
+    fill_tensors,
+    load_state_tensors,
+    materialize,
+    state_tensors,
+)
 from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_layers, describe_stages
 from tenfold.training.signals import Signals
 from tenfold.training.sources import mixture_metrics, tell_epochs
@@ -359,7 +365,9 @@ class Run:
         began = time.monotonic()
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
         logits = self._logits(probe)
-        freed = delink(self.model.layers, self.optimizers, after.sharing, after.config.moments)
+        seed = self.config.training.seed
+        freed = delink(self.model.layers, self.optimizers, after.sharing, after.config.moments, seed)
+        materialize(self.optimizers)
         self._compile()
         difference = (self._logits(probe) - logits).abs().max().item()
         measured = self._measure(after, freed)

@@ -153,13 +153,17 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
 def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, Any]]:
     """What each stage weighs and costs, counted on the model itself, built on the meta device."""
     described = []
-    for stage in stages:
-        counts = count(shape_of(config, stage.sharing), stage.lengths[-1])
+    for number, stage in enumerate(stages):
+        try:
+            counts = count(shape_of(config, stage.sharing), stage.lengths[-1])
+        except TenfoldError as error:
+            raise TenfoldError(f"stages.{number} ({stage.name}): {error}") from None
         described.append(
             {
                 "name": stage.name,
                 "sharing": stage.config.sharing,
                 **({} if stage.sharing.parts == PARTS else {"parts": stage.sharing.parts}),
+                **({"rank": stage.sharing.rank} if stage.sharing.rank else {}),
                 "total_parameters": counts.total,
                 "stored_parameters": counts.stored,
                 "active_parameters": counts.active,

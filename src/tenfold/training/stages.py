@@ -89,7 +89,7 @@ def plan_stages(config: RunConfig) -> list[Stage]:
     for number, stage in enumerate(config.stages):
         where = f"stages.{number} ({stage.name})"
         try:
-            sharing = Sharing(Pattern.parse(stage.sharing, config.model.layers), tuple(stage.parts))
+            sharing = Sharing(Pattern.parse(stage.sharing, config.model.layers), tuple(stage.parts), stage.rank)
         except TenfoldError as error:
             raise TenfoldError(f"{where}: {error}") from None
         if stages:

@@ -1,0 +1,187 @@
+"""Whole runs with a relaxed stage between Pseudo and Real: all that stages do, differences do too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
+from tenfold.cli.main import main
+from tenfold.data.shards import TokenData
+from tenfold.evaluation.generation import generate
+from tenfold.reporting.metrics import MetricsWriter, read_metrics
+from tenfold.training.setup import load_model
+
+HEADERS = Path(sysconfig.get_path("include"), "Python.h")
+
+RELAXED = """
+[[stages]]
+name = "pseudo"
+sharing = "all"
+until = {{steps = 4}}
+[[stages]]
+name = "relaxed"
+sharing = "all"
+rank = {rank}
+until = {{steps = 8}}
+[[stages]]
+name = "real"
+sharing = "none"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
+
+
+def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for event in read_metrics(run) if event["event"] == kind]
+
+
+def losses(run: Path) -> list[float]:
+    return [event["loss"] for event in of_kind(run, "step")]
+
+
+def final_state(run: Path) -> dict[str, torch.Tensor]:
+    _, weights, optimizer = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+    return {name: tensor.clone() for name, tensor in (weights | optimizer).items()}
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_a_relaxed_stage_begins_and_ends_without_changing_a_bit_and_is_told_of(
+    run_file: Callable[..., Path], tmp_path: Path, optimizer: str
+) -> None:
+    out = tmp_path / "run"
+    rate = {"adamw": "1e-2", "muon": "1e-2", "adafactor": "0.3"}[optimizer]
+    flags = ["--optim.name", optimizer, "--optim.lr", rate]
+    assert main(["train", str(run_file(stages=RELAXED.format(rank=4))), "--out", str(out), *flags]) == 0
+    first, second = of_kind(out, "delink")
+    assert (first["pattern_from"], first["pattern_to"]) == ("(0,0,0,0)", "(0,0,0,0) + rank 4")
+    assert second["pattern_to"] == "(0,1,2,3)"
+    assert first["logits_equal"] is second["logits_equal"] is True
+    pseudo, relaxed, real = of_kind(out, "start")[0]["stages"]
+    assert pseudo["stored_parameters"] < relaxed["stored_parameters"] < real["stored_parameters"]
+    assert (pseudo.get("rank"), relaxed["rank"]) == (None, 4)
+    alike = {event["step"]: event["ffn"][0][1] for event in of_kind(out, "similarity")}
+    assert alike[4] == 1
+    assert alike[12] < alike[8] < 1
+    found = losses(out)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("stop_at", [2, 4, 5, 7, 8, 10])
+def test_a_run_that_was_stopped_in_any_stage_goes_on_bit_for_bit(
+    run_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    file, whole, parts = str(run_file(stages=RELAXED.format(rank=4))), tmp_path / "whole", tmp_path / "parts"
+    assert main(["train", file, "--out", str(whole)]) == 0
+    original = MetricsWriter.write
+
+    def write(self: MetricsWriter, event: dict[str, Any]) -> None:
+        original(self, event)
+        if event["event"] == "step" and event["step"] == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsWriter, "write", write)
+    assert main(["train", file, "--out", str(parts)]) == 0
+    assert list_checkpoints(parts / "checkpoints")[-1].name == f"step-{stop_at:08d}"
+    monkeypatch.undo()
+    assert main(["train", file, "--out", str(parts), "--resume"]) == 0
+    assert losses(parts) == losses(whole)
+    mine, theirs = final_state(parts), final_state(whole)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_a_checkpoint_of_a_relaxed_stage_is_loaded_evaluated_and_written_with(
+    run_file: Callable[..., Path], tmp_path: Path, shards: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, told = tmp_path / "run", "layers.3.attention.wq.weight_left"
+    file = run_file(stages=RELAXED.format(rank=4).replace('name = "real"', 'name = "real"\nmoments = "copy"'))
+    assert main(["train", str(file), "--out", str(out)]) == 0
+    assert main(["eval", str(out), "--step", "8", "--json"]) == 0
+    assert "loss" in capsys.readouterr().out
+    device = torch.device("cpu")
+    model, real = load_model(out, 8, device), load_model(out, 12, device)
+    assert told in dict(model.named_parameters())
+    assert not any("_left" in name for name, _ in real.named_parameters())
+    prompt = TokenData.open(shards).split("validation").read(0, 8).tolist()
+    written = list(generate(model, prompt, 5, temperature=0.0))
+    tokens = torch.tensor([prompt])
+    for token in written:  # without a cache
+        logits = model.logits(model(tokens)[0])[0, -1]
+        assert logits.argmax().item() == token
+        tokens = torch.cat((tokens, torch.tensor([[token]])), dim=1)
+
+
+def test_a_run_may_begin_relaxed_and_without_a_rank_it_is_a_plain_one(
+    run_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    begin = '[[stages]]\nname = "relaxed"\nsharing = "sandwich"\nrank = {rank}\nuntil = "50%"\n[[stages]]\n'
+    for rank in (0, 2):
+        assert main(["train", str(run_file(stages=begin.format(rank=rank))), "--out", str(tmp_path / str(rank))]) == 0
+        assert of_kind(tmp_path / str(rank), "delink")[0]["logits_equal"] is True
+    plain = run_file(stages=begin.replace("rank = {rank}\n", ""))
+    assert main(["train", str(plain), "--out", str(tmp_path / "plain")]) == 0
+    assert losses(tmp_path / "plain") == losses(tmp_path / "0") != losses(tmp_path / "2")
+
+
+def test_recomputing_changes_nothing(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    file = str(run_file(stages=RELAXED.format(rank=4)))
+    main(["train", file, "--out", str(tmp_path / "keep")])
+    main(["train", file, "--out", str(tmp_path / "again"), "--training.recompute"])
+    assert losses(tmp_path / "keep") == losses(tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("stages", "told"),
+    [
+        (RELAXED.format(rank=33), ["stages.1 (relaxed): rank = 33 is more than any shared matrix can use: at 32"]),
+        (RELAXED.format(rank=-1), ["stages.1.rank", "greater than or equal to 0"]),
+        (RELAXED.format(rank=4) + "rank = 4", ["stages.2 (real): rank = 4 is of layers' own differences", "leave it"]),
+        (
+            RELAXED.format(rank=4).replace('sharing = "none"', "sharing = {groups = 2}"),
+            ["stages.2 (real): layers that still share, (0,0,1,1), have differences of rank 4", "keep rank = 4"],
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_with_the_stage(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], stages: str, told: list[str]
+) -> None:
+    for more in ([], ["--dry-run"]):
+        message = refused(["train", str(run_file(stages=stages)), "--out", str(tmp_path / "run"), *more], capsys)
+        for words in told:
+            assert words in message
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_dry_run_tells_the_rank(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    file = run_file(stages=RELAXED.format(rank=4))
+    assert main(["train", str(file), "--out", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert "all + rank 4" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HEADERS.is_file(), reason="torch.compile needs Python.h, and it is not installed")
+def test_a_compiled_run_trains_as_the_plain_one(run_file: Callable[..., Path], tmp_path: Path) -> None:
+    file = str(run_file(stages=RELAXED.format(rank=4)))
+    main(["train", file, "--out", str(tmp_path / "plain")])
+    main(["train", file, "--out", str(tmp_path / "compiled"), "--training.compile"])
+    assert all(event["max_difference"] < 1e-5 for event in of_kind(tmp_path / "compiled", "delink"))
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
