@@ -146,9 +146,11 @@ def test_copies_state_and_casts_go_with_a_module_as_ever():
 
 def test_what_a_module_computes_with_is_told_matrix_by_matrix():
     module = nn.Sequential(nn.Linear(5, 6), Stack())
+    shapes = [each.shape for each in matrices_inside(module)]
     trained(module[1], "up", 2)
     found = list(matrices_inside(module))
     assert [tuple(each.shape) for each in found] == [(6, 5), (6,), *[(5, 7)] * 3, (7,)]
+    assert [each.shape for each in found] == shapes
     torch.testing.assert_close(torch.stack(found[2:5]), module[1].up)
 
 

@@ -116,15 +116,15 @@ def held_inside(module: nn.Module) -> Iterator[nn.Parameter]:
 
 @torch.no_grad()
 def matrices_inside(module: nn.Module) -> Iterator[Tensor]:
-    """What `module` computes with: its parameters one after another; of sums the matrices of a stack, one by one."""
+    """What `module` computes with: its parameters one after another, of stacks the matrices one by one."""
     for inner in module.modules():
         for name, parameter in held(inner):
-            if name not in differing(inner):
+            if parameter.dim() < 2:
                 yield parameter.detach()
                 continue
-            stacks = (parameter, *differences(inner, name))
-            for parts in zip(*(each.reshape(-1, *each.shape[-2:]) for each in stacks), strict=True):
-                yield low_rank_sum(*parts)
+            stacks = (parameter.detach(), *differences(inner, name))
+            for matrix, *sides in zip(*(each.reshape(-1, *each.shape[-2:]) for each in stacks), strict=True):
+                yield low_rank_sum(matrix, *sides) if sides else matrix
 
 
 def _change(module: nn.Module, names: tuple[str, ...]) -> None:
