@@ -51,6 +51,11 @@ class SavedCheckpoint:
         Layer i has what the block that it used has. Raises TenfoldError when `after` does not refine what is shared in
         the file, or when the state cannot be carried.
         """
+        if self.sharing.rank:
+            raise TenfoldError(
+                f"{self.path} has low-rank differences, which are folded in memory alone: resume its run, whose next "
+                "stage frees the layers"
+            )
         after.check_refines(self.sharing, f"delinking {self.path}")
         origins = self._origins(after)
         states: dict[str, list[str]] = {}
