@@ -13,6 +13,7 @@ FLOORS = [
     "reporting",
     "evaluation",
     "checkpoint",
+    "integrations",
     "sharing",
     "nn",
     "data",

@@ -50,7 +50,7 @@ def share(
     what is shared already, gradients are not cleared, or parameters are sharded (FSDP, DTensor).
     """
     places = _examine(layers)
-    sharing = Sharing(_parse(pattern, len(layers)), _names(parts))
+    sharing = read_sharing(pattern, parts, len(layers))
     if sharing.pattern.stored_blocks == len(layers):
         raise TenfoldError(f"sharing {sharing.pattern} shares nothing: every layer is on its own in it")
     check_fits(layers, sharing)
@@ -92,7 +92,7 @@ def delink(
     _examine(layers)
     if moments not in get_args(Moments):
         raise TenfoldError(f"moments = {moments!r} is unknown; it is one of {', '.join(get_args(Moments))}")
-    sharing = Sharing(_parse(pattern, len(layers)), _names(parts))
+    sharing = read_sharing(pattern, parts, len(layers))
     optimizers = _listed(optimizer)
     averages = averages_gradients(layers)
     freed = delinking.delink(layers, optimizers, sharing, moments)
@@ -103,19 +103,18 @@ def delink(
     return freed
 
 
-def _parse(pattern: PatternSpec, layers: int) -> Pattern:
+def read_sharing(pattern: PatternSpec, parts: Iterable[str], layers: int) -> Sharing:
+    """What a pattern and parts, as `share` takes them, mean for a model of `layers` layers; TenfoldError if nothing."""
+    names = (parts,) if isinstance(parts, str) else tuple(parts)
+    if set(names) == set(PARTS):
+        names = PARTS
     if isinstance(pattern, Pattern):
-        return pattern
+        return Sharing(pattern, names)
     spec = list(pattern) if isinstance(pattern, Sequence) and not isinstance(pattern, str) else pattern
     try:
-        return Pattern.parse(parse_sharing(spec), layers)
+        return Sharing(Pattern.parse(parse_sharing(spec), layers), names)
     except ValueError as error:
         raise TenfoldError(str(error)) from None
-
-
-def _names(parts: Iterable[str]) -> tuple[str, ...]:
-    names = (parts,) if isinstance(parts, str) else tuple(parts)
-    return PARTS if set(names) == set(PARTS) else names
 
 
 def _listed(optimizer: Optimizers) -> list[Optimizer]:
