@@ -4,7 +4,7 @@ Trains one of the models of `benchmarks/throughput.py` on random tokens under Py
 every operation by what it is part of. Products are those of linear layers and of the loss; what is left of the loss,
 the norms, attention and the optimizer is told by name; the time in which no operation runs is Python's.
 
-    OMP_NUM_THREADS=2 python benchmarks/shares.py [--size 10M] [--shape 8x256] [--precision fp32] [--steps 3]
+    python benchmarks/shares.py [--size 10M] [--shape 8x256] [--precision fp32] [--steps 3] [--threads 1 2]
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ def main() -> None:
     parser.add_argument("--shape", default="8x256", help="sequences x tokens")
     parser.add_argument("--precision", default="fp32", choices=list(DTYPES))
     parser.add_argument("--steps", type=int, default=3, help="measured with the profiler, and as many without")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="measured with each number of them"
+    )
     arguments = parser.parse_args()
     batch_size, length = map(int, arguments.shape.split("x"))
     config = RunConfig(
@@ -97,29 +100,47 @@ def main() -> None:
         return time.perf_counter() - began
 
     step(1)
-    plain = statistics.median(step(2 + number) for number in range(arguments.steps))
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        profiled = sum(step(100 + number) for number in range(arguments.steps))
-    seconds: dict[str, float] = {}
-    for event in profiler.events():
-        kind = kind_of(event)
-        seconds[kind] = seconds.get(kind, 0.0) + event.self_cpu_time_total / 1e6
-    seconds[PYTHON] = max(0.0, profiled - sum(seconds.values()))
-    table = Table("part of the step", "ms", "share", box=None)
-    for kind, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        table.add_row(kind, f"{spent / arguments.steps * 1e3:,.0f}", f"{spent / profiled:.1%}")
+    shares: dict[int, dict[str, float]] = {}  # by number of threads: seconds of a step by kind
+    plain: dict[int, float] = {}
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        step(2)
+        plain[threads] = statistics.median(step(3 + number) for number in range(arguments.steps))
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            profiled = sum(step(100 + number) for number in range(arguments.steps))
+        seconds: dict[str, float] = {}
+        for event in profiler.events():
+            kind = kind_of(event)
+            seconds[kind] = seconds.get(kind, 0.0) + event.self_cpu_time_total / 1e6
+        seconds[PYTHON] = max(0.0, profiled - sum(seconds.values()))
+        shares[threads] = {kind: spent / arguments.steps for kind, spent in seconds.items()}
+    first, last = shares[arguments.threads[0]], shares[arguments.threads[-1]]
+    table = Table("part of the step", box=None)
+    for threads in shares:
+        table.add_column(f"ms, {threads} thread{'s' * (threads > 1)}", justify="right")
+        table.add_column("share", justify="right")
+    if len(shares) > 1:
+        table.add_column("times faster", justify="right")
+    for kind in sorted(last, key=lambda kind: -last[kind]):
+        row = [kind]
+        for spent in shares.values():
+            row += [f"{spent.get(kind, 0.0) * 1e3:,.0f}", f"{spent.get(kind, 0.0) / sum(spent.values()):.1%}"]
+        table.add_row(*row, *([f"{first.get(kind, 0.0) / last[kind]:.2f}"] if len(shares) > 1 and last[kind] else []))
     console = Console(width=110)
     console.print(table)
     multiplied = product_dtype(torch.empty(0, dtype=DTYPES[arguments.precision]))
-    rate = matrix_rate(device, multiplied, seconds=1.0)
-    flops = count(model, length).flops_per_token * batch_size * length / plain
-    console.print(
-        f"{batch_size * length / plain:,.0f} tokens/s without the profiler, {torch.get_num_threads()} threads; "
-        f"{flops / 1e9:,.0f} GFLOP/s, {flops / rate:.0%} of the {rate / 1e9:,.0f} that a square product reaches in "
-        f"{str(multiplied).removeprefix('torch.')}; peak memory {peak_memory_bytes(device) / 1e6:,.0f} MB",
-        soft_wrap=True,
-        highlight=False,
-    )
+    flops_per_step = count(model, length).flops_per_token * batch_size * length
+    for threads, spent in plain.items():
+        torch.set_num_threads(threads)
+        rate = matrix_rate(device, multiplied, seconds=1.0)
+        console.print(
+            f"{batch_size * length / spent:,.0f} tokens/s without the profiler, {threads} threads; "
+            f"{flops_per_step / spent / 1e9:,.0f} GFLOP/s, {flops_per_step / spent / rate:.0%} of the "
+            f"{rate / 1e9:,.0f} that a square product reaches in {str(multiplied).removeprefix('torch.')}; "
+            f"peak memory {peak_memory_bytes(device) / 1e6:,.0f} MB",
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 if __name__ == "__main__":
