@@ -15,7 +15,7 @@ from tenfold.hardware.carbon import Grid
 from tenfold.reporting.metrics import MetricsWriter, read_metrics
 from tenfold.training import energy
 from tenfold.training.energy import Ledger
-from tenfold.training.run import Place
+from tenfold.training.place import Place
 
 CPU = torch.device("cpu")
 

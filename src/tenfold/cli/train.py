@@ -151,7 +151,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
                 shutil.copyfile(data.tokenizer_file, folder / "tokenizer.json")
             write_atomically(folder / "config.toml", dump_toml(config))
         step = run.restore() if started else None
-        if step == stages[-1].last_step and _ended(read_metrics(folder)):
+        if step == run.stages[-1].last_step and _ended(read_metrics(folder)):
             display.note(f"{folder} is finished already")
         else:
             writer = MetricsWriter(folder, resume_step=(step or 0) if started else None)

@@ -178,7 +178,9 @@ class StageConfig(Section):
     )
     until: Until = Field(
         None,
-        description='Where in the run the stage ends ("20%", {tokens = "2B"}, {steps = 500}); the last stage: unset.',
+        description='Where in the run the stage ends ("20%", {tokens = "2B"}, {steps = 500}); the last stage: unset. '
+        '"auto": when the gradients of its layers part; {auto = "returns"}: when the next stage is predicted to bring '
+        "more a second; their keys: docs/sharing.md.",
     )
     moments: Literal["copy", "rescale", "reset", "measure"] = Field(
         "rescale",
@@ -259,6 +261,12 @@ class RunConfig(Section):
                 f"stages.{len(self.stages) - 1} ({self.stages[-1].name}) is the last stage and runs to the end of "
                 "training: leave `until` out"
             )
+        for number, stage in enumerate(self.stages):
+            if (stage.until or {}).get("auto") == "returns" and (stage.batch_size or self.training.batch_size) < 2:
+                raise ValueError(
+                    f"stages.{number}.until: auto = returns tells signal from noise by two halves of a batch, and the "
+                    "batch_size is 1; raise it"
+                )
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages need different names; these are {', '.join(names)}")

@@ -106,17 +106,24 @@ Sharing = Annotated[
 ]
 
 
-def parse_until(value: Any) -> dict[str, float | int]:
+def parse_until(value: Any) -> dict[str, Any]:
     """Where in the run a stage ends: at "20%" of it, at {tokens = "2B"} or at {steps = 500}, from the run's start.
 
-    On the command line 20%, tokens=2B and steps=500, in their brackets or without.
+    Or "auto": when a rule says so, with what it goes by, {auto = "correlation", threshold = 0.5, at_most = "40%"}; see
+    `parse_auto`. On the command line 20%, tokens=2B, steps=500, auto and auto=returns,every=50, in brackets or without.
     """
     if isinstance(value, str):
         text = _without_brackets(value)
-        if text.endswith("%"):
+        if text.endswith("%") and "=" not in text:
             return {"share": parse_share(text)}
+        if text == "auto":
+            return parse_auto({"auto": "correlation"})
         if match := re.fullmatch(r"(tokens|steps|share)\s*=\s*(\S+)", text):
             value = {match[1]: match[2].strip("\"'")}
+        elif re.match(r"auto\s*=", text):
+            value = dict(_pair(part) for part in text.split(","))
+    if isinstance(value, dict) and "auto" in value:
+        return parse_auto(value)
     if isinstance(value, dict) and len(value) == 1:
         ((kind, amount),) = value.items()
         if kind in ("tokens", "steps") and (count := parse_count(amount)) >= 0:
@@ -124,12 +131,60 @@ def parse_until(value: Any) -> dict[str, float | int]:
         if kind == "share":
             return {kind: parse_share(amount)}
     raise ValueError(
-        f'cannot read {value!r} as the end of a stage; write "20%" (of the run), {{tokens = "2B"}} or {{steps = 500}}'
+        f'cannot read {value!r} as the end of a stage; write "20%" (of the run), {{tokens = "2B"}}, {{steps = 500}} or '
+        '"auto"'
     )
 
 
+def _pair(text: str) -> tuple[str, str]:
+    key, _, item = text.partition("=")
+    return key.strip(), item.strip().strip("\"'")
+
+
+_AUTO: dict[str, dict[str, Any]] = {
+    "correlation": {"threshold": 0.5, "checks": 3, "every": 100, "split": False, "at_most": "40%"},
+    "returns": {"checks": 3, "every": 100, "at_most": "40%"},
+}
+"""The rules that may end a stage, and their keys with defaults."""
+
+
+def parse_auto(value: dict[str, Any]) -> dict[str, Any]:
+    """The rule by which a stage ends: "correlation" or "returns" (docs/sharing.md), all its keys filled in.
+
+    `every`: steps between checks; `checks`: how many in a row decide; `at_most`: where in the run the stage ends at the
+    latest; `threshold` and `split`: of the correlation.
+    """
+    rule = value["auto"]
+    if not isinstance(rule, str) or rule not in _AUTO:
+        raise ValueError(f"auto = {rule!r} is no rule for the end of a stage; there are {', '.join(_AUTO)}")
+    for key in value.keys() - {"auto"} - _AUTO[rule].keys():
+        raise ValueError(f"auto = {rule!r} has no {key}; its keys are {', '.join(_AUTO[rule])}")
+    found = {"auto": rule, **_AUTO[rule], **value}
+    for key in ("checks", "every"):
+        found[key] = parse_count(found[key])
+        if found[key] < 1:
+            raise ValueError(f"{key} = {found[key]}: it must be at least 1")
+    if "threshold" in found:
+        found["threshold"] = parse_share(found["threshold"])
+        if not 0 < found["threshold"] < 1:
+            raise ValueError(
+                f"threshold = {found['threshold']}: a correlation that is to be fallen under lies in (0, 1)"
+            )
+    if "split" in found:
+        named = {"true": True, "false": False, True: True, False: False}
+        if found["split"] not in named:
+            raise ValueError(f"split = {found['split']!r}: it is true or false")
+        found["split"] = named[found["split"]]
+    found["at_most"] = parse_until(found["at_most"])
+    if "auto" in found["at_most"]:
+        raise ValueError('at_most = "auto": it is the place where the stage ends at the latest, such as "40%"')
+    return found
+
+
 def _show_until(value: Any) -> str:
-    return ",".join(f"{kind}={amount}" for kind, amount in value.items()) if value else "None"
+    if not value:
+        return "None"
+    return ",".join(f"{kind}={_show_until(item) if isinstance(item, dict) else item}" for kind, item in value.items())
 
 
 def _until_flag(text: str) -> Any:
@@ -137,9 +192,9 @@ def _until_flag(text: str) -> Any:
 
 
 Until = Annotated[
-    dict[str, float | int] | None,
+    dict[str, Any] | None,
     BeforeValidator(lambda value: None if value is None else parse_until(value)),
-    _flag(_until_flag, "20%|tokens=2B|steps=500", _show_until),
+    _flag(_until_flag, "20%|tokens=2B|steps=500|auto", _show_until),
 ]
 
 

@@ -32,11 +32,16 @@ _KEPT = 1024
 
 @dataclass(frozen=True)
 class Phase:
-    """Samples `first` .. `last` - 1 of a run, with one weight for each source. Weights need not add up to 1."""
+    """Samples `first` .. `last` - 1 of a run, with one weight for each source. Weights need not add up to 1.
+
+    `planned`: where it was to end when it began, for one that was cut short. Its samples are those of the plan, and
+    what follows begins from what it did give.
+    """
 
     first: int
     last: int
     weights: tuple[float, ...]
+    planned: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,11 @@ class _Laid:
     blocks: int
     before: tuple[int, ...]
     mixed: bool
+    planned: int
 
     def border(self, block: int) -> int:
         """Where a block begins, from the phase's first sample; the last block also takes what is left over."""
-        return self.last - self.first if block == self.blocks else block * self.block
+        return self.planned - self.first if block == self.blocks else block * self.block
 
     def given(self, samples: int) -> list[int]:
         """For each source what the phase takes from it in its first `samples` samples (a border of blocks)."""
@@ -70,12 +76,12 @@ class Order:
         """`phases` follow one another from sample 0 on; neighbours of equal weights are one."""
         self.seed = seed
         self._phases: list[_Laid] = []
+        self._part = functools.lru_cache(maxsize=4)(self._worked_out)
         before = (0,) * len(phases[0].weights)
-        for phase in _joined(phases):
+        for phase in joined(phases):
             laid = _lay(phase, before)
             self._phases.append(laid)
-            before = tuple(map(sum, zip(before, laid.given(laid.last - laid.first), strict=True)))
-        self._part = functools.lru_cache(maxsize=4)(self._worked_out)
+            before = tuple(map(sum, zip(before, self._taken(len(self._phases) - 1), strict=True)))
 
     def __call__(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Source and index in it of samples first .. first + count - 1, two int64 [count]."""
@@ -101,6 +107,20 @@ class Order:
         phase = self._phases[self._phase_of(max(samples - 1, 0))]
         return [old + new for old, new in zip(phase.before, phase.given(samples - phase.first), strict=True)]
 
+    def _taken(self, number: int) -> list[int]:
+        """What a phase gives of each source up to its end, exactly, in the middle of a block too."""
+        phase = self._phases[number]
+        samples = phase.last - phase.first
+        if phase.last == phase.planned:
+            return phase.given(samples)
+        block = min(samples // phase.block, phase.blocks - 1)
+        counts, left = np.array(phase.given(phase.border(block))), samples - phase.border(block)
+        for part in range(-(-left // _KEPT)):
+            sources = self._part(number, block, part)[0][: left - part * _KEPT]
+            counts += np.bincount(sources, minlength=len(counts))
+        found: list[int] = counts.tolist()
+        return found
+
     def _phase_of(self, sample: int) -> int:
         for number, phase in enumerate(self._phases):
             if sample < phase.last:
@@ -120,13 +140,14 @@ class Order:
         return sources, given[sources] + places - ends[sources]
 
 
-def _joined(phases: Sequence[Phase]) -> list[Phase]:
-    joined: list[Phase] = []
+def joined(phases: Sequence[Phase]) -> list[Phase]:
+    """The phases with neighbours of equal weights made one, except after one that was cut short."""
+    found: list[Phase] = []
     for phase in phases:
-        if joined and joined[-1].weights == phase.weights:
-            phase = Phase(joined.pop().first, phase.last, phase.weights)
-        joined.append(phase)
-    return joined
+        if found and found[-1].weights == phase.weights and found[-1].planned is None:
+            phase = Phase(found.pop().first, phase.last, phase.weights, phase.planned)
+        found.append(phase)
+    return found
 
 
 def _lay(phase: Phase, before: tuple[int, ...]) -> _Laid:
@@ -135,9 +156,9 @@ def _lay(phase: Phase, before: tuple[int, ...]) -> _Laid:
     shares = [high - low for low, high in pairwise(cumulative) if high > low]
     # In a block a source's count is its weight's share, rounded at both ends: at least 0 once that share is 1 or more.
     block = max(_BLOCK, -(-_ONE // min(shares)))
-    samples = phase.last - phase.first
-    blocks = max(1, samples // block)
-    return _Laid(phase.first, phase.last, tuple(cumulative), block, blocks, before, len(shares) > 1)
+    planned = phase.last if phase.planned is None else phase.planned
+    blocks = max(1, (planned - phase.first) // block)
+    return _Laid(phase.first, phase.last, tuple(cumulative), block, blocks, before, len(shares) > 1, planned)
 
 
 class MixedSequences:

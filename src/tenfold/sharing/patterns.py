@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from tenfold.errors import TenfoldError
 
@@ -14,8 +14,8 @@ class Pattern:
     Two patterns are equal when the same layers share. `str(pattern)` shows the map.
     """
 
-    def __init__(self, blocks: Iterable[int]) -> None:
-        seen: dict[int, int] = {}
+    def __init__(self, blocks: Iterable[Hashable]) -> None:
+        seen: dict[Hashable, int] = {}
         self.blocks: tuple[int, ...] = tuple(seen.setdefault(block, len(seen)) for block in blocks)
 
     @classmethod
@@ -77,6 +77,24 @@ class Pattern:
                 runs.append(self.blocks[start : layer + 1])
                 start = layer + 1
         return runs
+
+    def neighbours(self) -> list[tuple[int, int]]:
+        """Layers that share a block and follow one another among those that use it."""
+        last: dict[int, int] = {}
+        pairs = []
+        for layer, block in enumerate(self.blocks):
+            if block in last:
+                pairs.append((last[block], layer))
+            last[block] = layer
+        return pairs
+
+    def cut(self, pairs: Iterable[tuple[int, int]]) -> Pattern:
+        """The pattern in which blocks are split between the layers of these `neighbours`."""
+        cuts = {second for _, second in pairs}
+        return Pattern(
+            (block, sum(1 for earlier in range(layer + 1) if self.blocks[earlier] == block and earlier in cuts))
+            for layer, block in enumerate(self.blocks)
+        )
 
     def refines(self, coarser: Pattern) -> bool:
         """True when layers that share here share in `coarser` too."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,23 @@ from tenfold.checkpoint.store import (
     retire_checkpoints,
     save_checkpoint,
 )
-from tenfold.config.run import EvaluationConfig, RunConfig
-from tenfold.data.mixing import Phase
+from tenfold.config.run import EvaluationConfig, RunConfig, StageConfig
+from tenfold.data.mixing import Order
 from tenfold.data.mixture import TrainingData
-from tenfold.data.progress import Progress
 from tenfold.data.sampling import PackedSequences
 from tenfold.errors import TenfoldError
-from tenfold.evaluation.generation import generate
 from tenfold.evaluation.held_out import HeldOut
-from tenfold.evaluation.sets import EvaluationSet, TextTokenizer, evaluate, read_set
+from tenfold.evaluation.sets import evaluate
 from tenfold.hardware.carbon import grid_of
 from tenfold.hardware.device import describe_machine, matrix_rate
 from tenfold.hardware.memory import memory_used_bytes
 from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.delinking import delink
-from tenfold.sharing.similarity import layer_similarity, seen_layers
+from tenfold.sharing.tying import Sharing
 from tenfold.training.energy import Ledger
 from tenfold.training.measuring import Coming, measure_moments
+from tenfold.training.observing import read_evaluations, similarity, write_sample
 from tenfold.training.optimizers import (
     build_optimizers,
     fill_tensors,
@@ -45,30 +44,16 @@ from tenfold.training.optimizers import (
     materialize,
     state_tensors,
 )
+from tenfold.training.place import Place, check_same_run
 from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_layers, describe_stages
 from tenfold.training.signals import Signals
-from tenfold.training.sources import mixture_metrics, tell_epochs
+from tenfold.training.sources import mixture_metrics, phases_of, tell_epochs
 from tenfold.training.stages import Stage, learning_rate, plan_stages
 from tenfold.training.start import Start
 from tenfold.training.step import StepResult, routing_metrics, train_step
+from tenfold.training.when import Watch
 
 Emit = Callable[[dict[str, Any]], None]
-
-SAMPLE_TOKENS = 120
-
-
-@dataclass
-class Place:
-    """Where a run is; with weights and optimizer state, all that going on needs."""
-
-    stage: int = 0
-    step: int = 0
-    seconds: float = 0.0  # of the whole run, over all its processes
-    stage_seconds: float = 0.0  # of the steps of this stage alone
-    finished: list[dict[str, Any]] = field(default_factory=list)  # closing numbers of stages that are over
-    joules: float | None = 0.0  # as `seconds`; None: a part of the run was not metered
-    joules_before: float | None = 0.0  # when this stage began
-    energy_source: str | None = None
 
 
 class Run:
@@ -93,11 +78,11 @@ class Run:
         length, seed = config.data.sequence_length, config.training.seed
         self._record: list[dict[str, Any]] | None = []  # what was remarked before the run began; None: it goes on
         self.place = Place()
-        phases = [Phase(stage.first_sample, stage.sample_at(stage.last_step), stage.weights) for stage in self.stages]
+        phases = phases_of(config, {})
         self.train = data.training(length, seed, phases)
         held_out = data.held_out(length, self.remark)
         self.validation = HeldOut(held_out, config.data, config.training) if held_out else None
-        self.asked = self._read_evaluations()
+        self.asked = read_evaluations(config, data)
         tell_epochs(self.train, phases[-1].last, self.note, self.remark)
         self.rate = matrix_rate(device, DTYPES[config.training.precision])
         self.energy = Ledger(grid_of(config.energy))
@@ -145,9 +130,11 @@ class Run:
                 f"{path} was made by `tenfold delink`, and there is no run to go on with: begin one from it, with "
                 f"--start.checkpoint {self.folder} and another --out"
             )
-        self._check_same_run(path, manifest)
+        check_same_run(path, manifest, self.config, self.data.fingerprint)
         place = manifest["place"]
         self.place = Place(**({"joules": None} | place))
+        if self.stages[self.place.stage].rule is not None or self.place.ends:
+            self._plan(Sharing.load(manifest))
         self._build(self.stages[self.place.stage])
         fill_tensors({name: tensor.data for name, tensor in self.model.named_parameters()}, weights, "weights")
         load_state_tensors(self.model, self.optimizers, optimizer)
@@ -189,17 +176,16 @@ class Run:
     def _train(self) -> bool:
         place = self.place
         for number in range(place.stage, len(self.stages)):
-            stage = self.stages[number]
             if number > place.stage:
                 self._enter(number)
-            while place.step < stage.last_step:
-                self._advance(stage)
+            while place.step < self.stages[number].last_step:
+                self._advance(self.stages[number])
                 if self.stop_reason:
-                    self._save(stage)
+                    self._save(self.stages[number])
                     self.emit({"event": "stop", "step": place.step, "reason": self.stop_reason})
                     return False
             if len(place.finished) == number:
-                self._finish(stage, self.described[number])
+                self._finish(self.stages[number], self.described[number])
         self._close()
         return True
 
@@ -212,7 +198,7 @@ class Run:
             return {}
         freed = self._start.fill(self.model, self.optimizers)
         self.remark(str(self._start))
-        return {"started_from": self._start.describe() | self._measure(self.stages[0], freed)}
+        return {"started_from": self._start.describe() | self._measure(self.stages[0].config, freed, self.stages[0], 0)}
 
     def _build(self, stage: Stage) -> None:
         self.model = build_model(self.config, stage.sharing, self.device)
@@ -235,6 +221,8 @@ class Run:
         place.step += 1
         place.stage_seconds += took
         self._window_steps, self._window_seconds = self._window_steps + 1, self._window_seconds + took
+        if stage.rule is not None:
+            stage = self._consider(stage, result.loss, took)
         if place.step % config.training.log_every == 0 or place.step in (1, stage.last_step):
             self._log(stage, result, rate)
         every, last = config.training.validate_every, place.step == stage.last_step
@@ -290,26 +278,6 @@ class Run:
         loss: float = told["validation_loss"]
         return loss
 
-    def _read_evaluations(self) -> list[tuple[EvaluationConfig, EvaluationSet]]:
-        config = self.config
-        if not config.evaluations:
-            return []
-        if self.data.tokenizer_file is None:
-            raise TenfoldError(
-                "evaluations need the tokenizer that the training data was made with, and it is not known: name it as "
-                "data.tokenizer"
-            )
-        tokenizer = TextTokenizer.of(self.data.tokenizer_file)
-        recipes, window = Path(config.data.cache) / "recipes", config.data.sequence_length
-        found = [
-            (asked, read_set(asked.data, asked, tokenizer, window, recipes, Progress(True)))
-            for asked in config.evaluations
-        ]
-        if config.model.objective == "masked":
-            for _, subject in found:
-                subject.sequences()  # too little text is told before the first step
-        return found
-
     def _ask(self, stage: Stage, due: Callable[[EvaluationConfig], bool]) -> None:
         """The evaluations of the run file that are due."""
         training = self.config.training
@@ -343,60 +311,92 @@ class Run:
     def _observe(self, stage: Stage) -> None:
         """What a report shows besides the loss: how alike the layers are, and what the model writes."""
         self._emit_similarity(stage)
-        self._written = self._sample()
+        self._written = self._write()
         if self._written is not None:
             self.emit({"event": "sample", **self._where(stage), "text": self._written})
 
     _written: str | None = None  # what the model wrote when it was last looked at
 
     def _emit_similarity(self, stage: Stage) -> None:
-        layers = self.model.layers
-        seen = seen_layers(len(layers))
-        if len(seen) > 1:
-            kinds = {
-                "attention": layer_similarity([layers[layer].get_submodule("attention") for layer in seen]),
-                "ffn": layer_similarity([layers[layer].get_submodule("ffn") for layer in seen]),
-            }
-            self.emit({"event": "similarity", **self._where(stage), "layers": seen, **kinds})
+        if (told := similarity(self.model)) is not None:
+            self.emit({"event": "similarity", **self._where(stage), **told})
+
+    def _write(self) -> str | None:
+        return write_sample(self.model, self.data, self._some_text, self.config.training.seed)
 
     def _enter(self, number: int) -> None:
-        """Delink from the stage before, and show that the model's function is the same to the last bit."""
+        """Delink from the stage before."""
         place, before, after = self.place, self.stages[number - 1], self.stages[number]
-        began = time.monotonic()
+        told = self._delink(before.sharing, after.sharing, after.config, after)
+        place.stage, place.stage_seconds, place.joules_before, place.watch = number, 0.0, place.joules, {}
+        self._window_steps, self._window_seconds = 0, 0.0
+        self.emit({"event": "delink", "step": place.step, "stage_from": before.name, "stage_to": after.name, **told})
+        self._emit_similarity(after)
+
+    def _consider(self, stage: Stage, loss: float, seconds: float) -> Stage:
+        """What the rule of a stage says after a step: go on, split some of its groups, or end it; the stage since.
+
+        The timetable is made anew then. All that is decided is in the place, and so in the next checkpoint.
+        """
+        place, following = self.place, self.stages[self.place.stage + 1]
+        watch = Watch(stage, following, place.watch)
+        watch.saw(place.step, loss, seconds)
+        if not watch.due(place.step):
+            return stage
+        decision = watch.check(self.model, self._coming(stage, place.step), self.config)
+        where = self._where(stage)
+        self.emit({"event": "check", **where, "pattern": str(stage.sharing), **decision.numbers})
+        if decision.cuts:
+            sharing = replace(stage.sharing, pattern=stage.sharing.pattern.cut(decision.cuts))
+            told = self._delink(stage.sharing, sharing, following.config, stage)
+            self._plan(sharing)
+            self.emit({"event": "split", **where, **told, "cut": decision.numbers["cut"]})
+        if decision.ends:
+            place.ends[stage.name] = place.step
+            self._plan(stage.sharing)
+        return self.stages[place.stage]
+
+    def _plan(self, sharing: Sharing) -> None:
+        """The timetable with all that was decided; `sharing` is that of the stage that the run is in."""
+        number = self.place.stage
+        self.stages = plan_stages(self.config, self.place.ends)
+        self.stages[number] = replace(self.stages[number], sharing=sharing)
+        self.described = describe_stages(self.config, self.stages)
+        self.train.order = Order(phases_of(self.config, self.place.ends), self.config.training.seed)
+
+    def _delink(self, before: Sharing, after: Sharing, config: StageConfig, coming_of: Stage) -> dict[str, Any]:
+        """Delink, and show that the function is the same to the last bit; what is told of it, for events.
+
+        `config` says what moments freed layers start from, `coming_of` is the stage that the coming steps are of.
+        """
+        began, stored = time.monotonic(), count(self.model, 1).stored
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
         logits = self._logits(probe)
-        seed = self.config.training.seed
-        freed = delink(self.model.layers, self.optimizers, after.sharing, after.config.moments, seed)
+        seed, start = self.config.training.seed, self.place.step
+        freed = delink(self.model.layers, self.optimizers, after, config.moments, seed)
         materialize(self.optimizers)
         self._compile()
         difference = (self._logits(probe) - logits).abs().max().item()
-        measured = self._measure(after, freed)
-        place.stage, place.stage_seconds, place.joules_before = number, 0.0, place.joules
-        self._window_steps, self._window_seconds = 0, 0.0
-        self.emit(
-            {
-                "event": "delink",
-                "step": place.step,
-                "stage_from": before.name,
-                "stage_to": after.name,
-                "pattern_from": str(before.sharing),
-                "pattern_to": str(after.sharing),
-                "moments": after.config.moments,
-                **measured,
-                "logits_equal": difference == 0.0,
-                "max_difference": difference,
-                "stored_before": self.described[number - 1]["stored_parameters"],
-                "stored_after": self.described[number]["stored_parameters"],
-                "seconds": time.monotonic() - began,
-            }
-        )
-        self._emit_similarity(after)
+        measured = self._measure(config, freed, coming_of, start)
+        return {
+            "pattern_from": str(before),
+            "pattern_to": str(after),
+            "moments": config.moments,
+            **measured,
+            "logits_equal": difference == 0.0,
+            "max_difference": difference,
+            "stored_before": stored,
+            "stored_after": count(self.model, 1).stored,
+            "seconds": time.monotonic() - began,
+        }
 
-    def _measure(self, stage: Stage, freed: list[torch.nn.Parameter]) -> dict[str, Any]:
-        """Where the stage that begins asks for it, moments for the freed parameters from its first steps' gradients."""
-        if stage.config.moments != "measure" or not freed:
+    def _measure(
+        self, config: StageConfig, freed: list[torch.nn.Parameter], stage: Stage, start: int
+    ) -> dict[str, Any]:
+        """Where `config` asks for it, moments for the freed parameters from the gradients of steps `start` and on."""
+        if config.moments != "measure" or not freed:
             return {}
-        steps = range(stage.first_step, min(stage.first_step + stage.config.moments_steps, stage.last_step))
+        steps = range(start, min(start + config.moments_steps, stage.last_step))
         coming = [self._coming(stage, step) for step in steps]
         norm = measure_moments(self.model, self.optimizers, freed, coming, self.config)
         return {"measured_steps": len(steps), "measured_grad_norm": norm}
@@ -429,20 +429,6 @@ class Run:
         ends = {stage.last_step for stage in self.stages}
         retire_checkpoints(self.checkpoints, self.place.step, self.config.checkpoint.keep, ends)
 
-    def _check_same_run(self, path: Path, manifest: dict[str, Any]) -> None:
-        if manifest["data_fingerprint"] != self.data.fingerprint:
-            raise TenfoldError(
-                f"the training data is not what {path} was trained on: the text behind data.path = "
-                f"{self.config.data.path} has changed, or it is prepared otherwise. Put it back, or give another --out"
-            )
-        mine = {
-            "model": self.config.model.model_dump(mode="json", exclude_none=True),
-            "optimizer": self.config.optim.name,
-        }
-        for key, value in mine.items():
-            if manifest[key] != value:
-                raise TenfoldError(f"{path} is a checkpoint of another {key}: it has {manifest[key]}, this run {value}")
-
     def _close(self) -> None:
         """The run's closing numbers, beside those of the models that only count."""
         event: dict[str, Any] = {
@@ -454,23 +440,9 @@ class Run:
             "epochs": self.train.epochs(self.stages[-1].sample_at(self.place.step)),
             "unigram_loss": None,
             "bigram_loss": None,
-            "sample": self._written or self._sample(),
+            "sample": self._written or self._write(),
         }
         if self.validation is not None:
             last = self.stages[-1]
             event |= self.validation.baselines(self.model, self.train, last.sample_at(last.last_step))
         self.emit(event)
-
-    def _sample(self) -> str | None:
-        """What the model writes of its own, from the beginning of a held-out document.
-
-        Nothing from an encoder, and nothing that can be read without a tokenizer.
-        """
-        if self.config.model.objective == "masked" or self.data.tokenizer_file is None:
-            return None
-        source = self._some_text
-        begin = [] if self.data.end_of_text is None else [self.data.end_of_text]
-        prompt = [*begin, *source.split.read(0, min(16, source.split.tokens)).tolist()]
-        with torch.compiler.set_stance("force_eager"):  # a text has many lengths, and none is worth compiling for
-            written = list(generate(self.model, prompt, SAMPLE_TOKENS, seed=self.config.training.seed))
-        return self.data.tokenizer().decode([*prompt[len(begin) :], *written])

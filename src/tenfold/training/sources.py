@@ -1,15 +1,40 @@
-"""What a run tells of its sources: how often each is read, and what share it has."""
+"""The sources of a run: when their weights change, how often each is read, and what share it has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tenfold.data.mixing import MixedSequences
-from tenfold.training.stages import Stage
+from tenfold.config.run import RunConfig
+from tenfold.data.mixing import MixedSequences, Phase, joined
+from tenfold.training.stages import Stage, plan_stages
 
 REPEATED_OFTEN = 4
 """Epochs from which on repeating a text is worth little (Muennighoff et al., arXiv 2305.16264)."""
+
+
+def phases_of(config: RunConfig, ends: Mapping[str, int]) -> list[Phase]:
+    """The stretches of constant weights, of a run whose rules ended stages at the steps in `ends`, in their order.
+
+    What was laid out before a decision stays as it was up to it: each decision cuts the plan that it found.
+    """
+    phases, decided = joined(_phases(plan_stages(config))), {}
+    for name, step in ends.items():
+        decided[name] = step
+        stages = plan_stages(config, decided)
+        number = [stage.name for stage in stages].index(name)
+        cut = stages[number].sample_at(step)
+        before = [
+            phase if phase.last <= cut else Phase(phase.first, cut, phase.weights, phase.planned or phase.last)
+            for phase in phases
+            if phase.first < cut
+        ]
+        phases = before + joined(_phases(stages[number + 1 :]))
+    return phases
+
+
+def _phases(stages: list[Stage]) -> list[Phase]:
+    return [Phase(stage.first_sample, stage.sample_at(stage.last_step), stage.weights) for stage in stages]
 
 
 def tell_epochs(train: MixedSequences, samples: int, note: Callable[[str], None], warn: Callable[[str], None]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 from tenfold.config.run import OptimConfig, RunConfig, StageConfig
 from tenfold.errors import TenfoldError
 from tenfold.sharing.patterns import Pattern
-from tenfold.sharing.tying import Sharing
+from tenfold.sharing.tying import PARTS, Sharing
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,12 @@ class Stage:
     @property
     def name(self) -> str:
         return self.config.name
+
+    @property
+    def rule(self) -> dict[str, Any] | None:
+        """The rule that may end the stage before `last_step`, with its keys (`units.parse_auto`)."""
+        until = self.config.until
+        return until if until is not None and "auto" in until else None
 
     @property
     def steps(self) -> int:
@@ -76,10 +85,12 @@ class Stage:
         return self.sample_at(step) * self.sequence_length
 
 
-def plan_stages(config: RunConfig) -> list[Stage]:
+def plan_stages(config: RunConfig, ends: Mapping[str, int] | None = None) -> list[Stage]:
     """The stages of a run. `until` is a place in the run; a stage ends with the first step that reaches it.
 
-    Raises TenfoldError for patterns that do not fit the model or do not refine one another, and for empty stages.
+    One whose end is decided while it runs is planned to its latest end, or, once it is in `ends` (by name), to the step
+    there. Raises TenfoldError for patterns that do not fit the model or do not refine one another, for empty stages,
+    and for rules that have nothing to look at.
     """
     length, training = config.data.sequence_length, config.training
     names = [source.name for source in config.data.mixture]
@@ -98,8 +109,11 @@ def plan_stages(config: RunConfig) -> list[Stage]:
             weights = tuple(stage.mixture.get(name, 0.0) for name in names)
         _check_lengths(stage, length, where)
         batch = stage.batch_size or training.batch_size
-        end: dict[str, float | int] = stage.until or {"share": 1.0}
-        if "share" in end and training.steps is not None:
+        end: dict[str, Any] = stage.until or {"share": 1.0}
+        end = end.get("at_most", end)
+        if stage.name in (ends or {}):
+            end = {"steps": (ends or {})[stage.name]}
+        elif "share" in end and training.steps is not None:
             end = {"steps": round(end["share"] * training.steps)}
         elif "share" in end:
             assert training.tokens is not None
@@ -116,7 +130,42 @@ def plan_stages(config: RunConfig) -> list[Stage]:
         stages.append(Stage(stage, sharing, batch, step, last, sample, length, weights))
         sample += (last - step) * batch
         step = last
+    for number, (planned, following) in enumerate(pairwise(stages)):
+        if planned.rule is not None:
+            _check_rule(planned, following, f"stages.{number} ({planned.name})")
     return stages
+
+
+def watched_pairs(stage: Stage, following: Stage) -> list[tuple[int, int]]:
+    """Neighbouring layers that share a block in `stage`, and do not share all of it in the stage after it."""
+    now, after = stage.sharing, following.sharing
+    apart = [(now.of(part).blocks, after.of(part).blocks) for part in PARTS]
+    return [
+        (one, other)
+        for one, other in now.pattern.neighbours()
+        if any(mine[one] == mine[other] and theirs[one] != theirs[other] for mine, theirs in apart)
+    ]
+
+
+def _check_rule(stage: Stage, following: Stage, where: str) -> None:
+    """A rule that is to end `stage` has something to look at."""
+    pairs = watched_pairs(stage, following)
+    if not pairs:
+        raise TenfoldError(
+            f"{where}: until = auto watches layers that share until the next stage frees them, and {following.name} "
+            f'({following.sharing}) frees none of {stage.sharing}: give a place such as until = "20%"'
+        )
+    assert stage.rule is not None
+    if stage.rule.get("split"):
+        cut = replace(stage.sharing, pattern=stage.sharing.pattern.cut(pairs))
+        try:
+            following.sharing.check_refines(cut, where)
+        except TenfoldError:
+            raise TenfoldError(
+                f"{where}: split = true frees runs of layers one by one, and {following.name} ({following.sharing}) "
+                f"cannot be come to from {stage.sharing} by that: leave split out, or let the next stage share runs of "
+                "layers ({groups = N}) or none"
+            ) from None
 
 
 def _check_lengths(stage: StageConfig, length: int, where: str) -> None:
@@ -135,7 +184,7 @@ def _check_lengths(stage: StageConfig, length: int, where: str) -> None:
         raise TenfoldError(f"{where}: sequence_length grows from {ends['.from']} to {ends['.to']}, which is less")
 
 
-def _amount(end: dict[str, float | int]) -> str:
+def _amount(end: dict[str, Any]) -> str:
     ((kind, amount),) = end.items()
     return f"{amount} {kind}"
 

@@ -1,0 +1,66 @@
+"""What a run looks at besides its loss: evaluations of the run file, likeness of layers, text that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tenfold.config.run import EvaluationConfig, RunConfig
+from tenfold.data.mixture import TrainingData
+from tenfold.data.progress import Progress
+from tenfold.data.sampling import PackedSequences
+from tenfold.errors import TenfoldError
+from tenfold.evaluation.generation import generate
+from tenfold.evaluation.sets import EvaluationSet, TextTokenizer, read_set
+from tenfold.nn.decoder import Decoder
+from tenfold.sharing.similarity import layer_similarity, seen_layers
+
+SAMPLE_TOKENS = 120
+
+
+def read_evaluations(config: RunConfig, data: TrainingData) -> list[tuple[EvaluationConfig, EvaluationSet]]:
+    """The texts that the run file asks about, read; what is wrong with them is told before the first step."""
+    if not config.evaluations:
+        return []
+    if data.tokenizer_file is None:
+        raise TenfoldError(
+            "evaluations need the tokenizer that the training data was made with, and it is not known: name it as "
+            "data.tokenizer"
+        )
+    tokenizer = TextTokenizer.of(data.tokenizer_file)
+    recipes, window = Path(config.data.cache) / "recipes", config.data.sequence_length
+    found = [
+        (asked, read_set(asked.data, asked, tokenizer, window, recipes, Progress(True))) for asked in config.evaluations
+    ]
+    if config.model.objective == "masked":
+        for _, subject in found:
+            subject.sequences()  # too little text is told before the first step
+    return found
+
+
+def similarity(model: Decoder) -> dict[str, Any] | None:
+    """How alike the layers are, as a `similarity` event tells it; None for one layer."""
+    layers = model.layers
+    seen = seen_layers(len(layers))
+    if len(seen) < 2:
+        return None
+    kinds = {
+        part: layer_similarity([layers[layer].get_submodule(part) for layer in seen]) for part in ("attention", "ffn")
+    }
+    return {"layers": seen, **kinds}
+
+
+def write_sample(model: Decoder, data: TrainingData, source: PackedSequences, seed: int) -> str | None:
+    """What the model writes of its own, from the beginning of a held-out document.
+
+    Nothing from an encoder, and nothing that can be read without a tokenizer.
+    """
+    if model.config.objective == "masked" or data.tokenizer_file is None:
+        return None
+    begin = [] if data.end_of_text is None else [data.end_of_text]
+    prompt = [*begin, *source.split.read(0, min(16, source.split.tokens)).tolist()]
+    with torch.compiler.set_stance("force_eager"):  # a text has many lengths, and none is worth compiling for
+        written = list(generate(model, prompt, SAMPLE_TOKENS, seed=seed))
+    return data.tokenizer().decode([*prompt[len(begin) :], *written])
