@@ -41,7 +41,7 @@ CASES = [
     (["train", "run.toml", "--res"], ["--resume"]),
     (["train", "run.toml", "--model.preset", "gpt"], ["gpt2-124m"]),
     (["train", "run.toml", "--model.moe.exp"], ["--model.moe.experts"]),
-    (["train", "run.toml", "--stages.0.mom"], ["--stages.0.moments"]),
+    (["train", "run.toml", "--stages.0.rew"], ["--stages.0.rewarm"]),
     (["train", "run.toml", "--stages.0.moments", "re"], ["rescale", "reset"]),
     (["train", "run.toml", "--training.no-comp"], ["--training.no-compile"]),
     (["prepare", "a", "b", "--valid"], ["--validation-fraction"]),
@@ -104,7 +104,7 @@ def test_fish_completes_files_and_tells_what_a_flag_is(script, tmp_path: Path) -
     [
         (["tra"], "train:pretrain"),
         (["train", "--model.pre"], "--model.preset=[Start from a named shape"),
-        (["train", "run.toml", "--stages.0.mom"], ":value:(copy rescale reset)"),
+        (["train", "run.toml", "--stages.0.mom"], ":value:(copy rescale reset measure)"),
         (["completion", ""], "*:shell:(bash zsh fish)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
