@@ -70,6 +70,10 @@ _RUN_FLAGS = [
     Flag("--resume", "go on from the newest whole checkpoint", "switch"),
     Flag("--dry-run", "print what every stage weighs and costs, and exit", "switch"),
 ]
+_ADVISE_FLAGS = [
+    Flag("--seconds", "for how long steps of each stage are timed", "value"),
+    Flag("--json", "print one JSON object", "switch"),
+]
 _INSPECT_FLAGS = [
     Flag("--documents", "how many of the first documents are shown", "value"),
     Flag("--json", "print the figures as one JSON object", "switch"),
@@ -80,6 +84,9 @@ _FILES = {"path", "cache", "tokenizer", "data", "checkpoint"}  # keys of the run
 def _flags(command: str) -> Iterator[Flag]:
     if command == "train":
         yield from _RUN_FLAGS
+        yield from _of_section(RunConfig, "--")
+    elif command == "advise":
+        yield from _ADVISE_FLAGS
         yield from _of_section(RunConfig, "--")
     elif command == "prepare":
         yield from _of_section(PrepareConfig, "--")

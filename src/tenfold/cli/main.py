@@ -14,6 +14,7 @@ from tenfold.errors import TenfoldError
 COMMANDS = {
     "prepare": "make token shards of a text",
     "inspect": "show what data holds",
+    "advise": "tell whether sharing will pay for a run",
     "train": "pretrain a model from a run file",
     "delink": "make a finer checkpoint of one whose layers share",
     "eval": "measure a trained model on a text",

@@ -69,7 +69,7 @@ def dry_run(config: RunConfig) -> int:
     from tenfold.training.stages import plan_stages
 
     if config.model.vocab_size is None:
-        model = with_vocabulary(config.model, *_expected_vocabulary(config))
+        model = with_vocabulary(config.model, *expected_vocabulary(config))
         config = config.model_copy(update={"model": model})
     training = config.training.model_copy(update={"precision": "fp32"})
     config = config.model_copy(update={"training": training})
@@ -77,7 +77,7 @@ def dry_run(config: RunConfig) -> int:
     return 0
 
 
-def _expected_vocabulary(config: RunConfig) -> tuple[int, int | None]:
+def expected_vocabulary(config: RunConfig) -> tuple[int, int | None]:
     """Size of the vocabulary, and the id of its mask token, if it has one."""
     from tenfold.data.shards import INDEX, TokenData
     from tenfold.data.vocabulary import load_tokenizer, mask_token, vocabulary_size
@@ -111,6 +111,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     from tenfold.data.mixture import data_as_prepared, open_data
     from tenfold.hardware.cores import usable_cores
     from tenfold.hardware.device import pick_device
+    from tenfold.hardware.memory import is_out_of_memory
     from tenfold.reporting.display import Display, closing_table
     from tenfold.reporting.metrics import MetricsWriter, read_metrics, write_atomically
     from tenfold.reporting.report import write_report
@@ -159,7 +160,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
                 with display:
                     finished = run.run(writer.former)
             except (MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 raise TenfoldError(
                     f"out of memory after step {run.place.step}: {str(error).splitlines()[0]}. Set a smaller "
@@ -175,13 +176,6 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
             closing_table(_ended(events)[-1], [event for event in events if event["event"] == "delink"], report)
         )
     return 0
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    import torch
-
-    # PyTorch has an error of its own for this on a device, and on the CPU only words.
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _ended(events: list[dict[str, object]]) -> list[dict[str, object]]:

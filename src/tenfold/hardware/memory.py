@@ -45,6 +45,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, of the machine or of a device."""
+    # PyTorch has an error of its own for this on a device, and on the CPU only words.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def kibibytes(path: Path, key: str) -> int | None:
     """The bytes of an entry such as "MemTotal: 16 kB", if the file has it."""
     match = re.search(rf"^{key}:\s+(\d+) kB", read_text(path), re.MULTILINE)

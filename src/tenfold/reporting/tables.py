@@ -10,12 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tenfold.reporting.format import (
+    format_bytes,
     format_co2,
     format_count,
     format_energy_source,
     format_joules,
     format_logits,
     format_number,
+    format_seconds,
+    format_share,
     format_sharing,
 )
 
@@ -93,6 +96,41 @@ def energy_line(end_event: dict[str, Any]) -> str:
     overhead = f" times {end_event['pue']:g} for the site" if end_event.get("pue", 1) != 1 else ""
     factor = f"{format_number(end_event.get('carbon_intensity'), 'g')} g a kWh{overhead}"
     return f"{line}; {format_co2(end_event['co2_kg'])} of CO2 at {factor} ({end_event.get('carbon_stated_by')})"
+
+
+def advice_table(found: dict[str, Any]) -> RenderableType:
+    """What `tenfold advise` found: the two stages, what each length of the shared one comes to, and plain words."""
+    stages = _table("stage", "sharing", "stored", "state", "step", "tokens/s", "of rate", "optimizer", "energy/token")
+    for stage in found["stages"]:
+        stages.add_row(
+            Text(stage["name"]),
+            Text(stage["sharing"], overflow="fold"),
+            format_count(stage["stored_parameters"]),
+            format_bytes(stage["state_bytes"]),
+            format_seconds(stage.get("step_seconds")),
+            format_count(stage.get("tokens_per_second")),
+            format_number(stage.get("rate_share"), ".0%"),
+            format_share(stage.get("optimizer_share")),
+            format_joules(stage.get("joules_per_token")),
+        )
+    parts: list[RenderableType] = [stages, Text()]
+    if found["plans"]:
+        plans = _table("shared for", "delinked at step", "whole run", "saved", "energy saved")
+        plans.add_column("what is known of the loss", overflow="fold")
+        for plan in found["plans"]:
+            plans.add_row(
+                f"{plan['share']:.3g}" if plan["share"] < 0.01 else f"{plan['share']:.0%}",
+                f"{plan['step']:,}",
+                format_seconds(plan["seconds"]),
+                f"{plan['seconds_saved'] / found['seconds_never_shared']:.1%}",
+                format_joules(plan["joules_saved"]),
+                Text(plan["known_loss"]),
+            )
+        parts += [plans, Text()]
+    styles = {"share": "bold green", "do not share": "bold red", "does not fit": "bold red"}
+    parts.append(Text(found["verdict"], style=styles.get(found["verdict"], "bold yellow")))
+    parts.append(Text(" ".join(found["reasons"])))
+    return Group(*parts)
 
 
 def _table(first: str, *others: str) -> Table:

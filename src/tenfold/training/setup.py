@@ -177,18 +177,28 @@ def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, An
     return described
 
 
+def state_bytes(stored_parameters: int, optimizer: str) -> int:
+    """Of weights, gradients and optimizer state of so many parameters."""
+    # fp32 weight and gradient, and AdamW's two moments; Muon keeps one, Adafactor next to none.
+    return stored_parameters * {"adamw": 16, "muon": 12, "adafactor": 8}[optimizer]
+
+
+def memory_for_state(device: torch.device) -> int:
+    """Bytes that weights, gradients and optimizer state may take at most."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
+
+
 def check_memory(described: list[dict[str, Any]], optimizer: str, device: torch.device) -> None:
     """The largest stage's weights, gradients and moments fit the memory there is, or a TenfoldError with the bytes."""
-    limit = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
-    # fp32 weight and gradient, and AdamW's two moments; Muon keeps one, Adafactor next to none.
-    each = {"adamw": 16, "muon": 12, "adafactor": 8}[optimizer]
+    limit = memory_for_state(device)
     for stage in described:
-        needed = stage["stored_parameters"] * each
+        needed = state_bytes(stage["stored_parameters"], optimizer)
         if needed > limit:
             raise TenfoldError(
                 f"stage {stage['name']}: weights, gradients and optimizer state alone need {format_bytes(needed)} "
-                f"({each} bytes for each of {stage['stored_parameters']:,} stored parameters), and this machine has "
-                f"{format_bytes(limit)}. Take a smaller model, or see the shape only with --dry-run"
+                f"({state_bytes(1, optimizer)} bytes for each of {stage['stored_parameters']:,} stored parameters), "
+                f"and this machine has {format_bytes(limit)}. Take a smaller model, or see the shape only with "
+                "--dry-run"
             )
 
 
