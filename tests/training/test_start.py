@@ -16,6 +16,7 @@ from tenfold.cli.main import main
 from tenfold.config.load import load_run
 from tenfold.config.run import RunConfig
 from tenfold.data.mixture import open_data
+from tenfold.errors import TenfoldError
 from tenfold.reporting.metrics import read_metrics
 from tenfold.sharing.delinking import delink
 from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, state_tensors
@@ -90,6 +91,30 @@ def test_weights_alone_begin_with_a_new_optimizer(pseudo: Path, run_file: Callab
     _, weights, _ = load_checkpoint(list_checkpoints(pseudo / "checkpoints")[-1])
     wq = weights["layers.0.attention.wq.weight"]
     assert all(torch.equal(layer.attention.wq.weight, wq) for layer in run.model.layers)
+
+
+def test_a_relaxed_stage_begins_from_the_shared_blocks_with_differences_of_nothing(
+    pseudo: Path, run_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    relaxed = '[[stages]]\nname = "relaxed"\nsharing = "all"\nrank = 2\n'
+    flags = ["--start.checkpoint", str(pseudo), "--training.steps", "2"]
+    run = begun(run_file(stages=relaxed), flags, tmp_path / "relaxed")
+    _, weights, state = load_checkpoint(list_checkpoints(pseudo / "checkpoints")[-1])
+    found = dict(run.model.named_parameters())
+    wq = "layers.0.attention.wq.weight"
+    assert torch.equal(found[wq], weights[wq])
+    assert not found["layers.3.attention.wq.weight_left"].any()
+    assert torch.equal(state_tensors(run.model, run.optimizers)[f"{wq}/exp_avg"], state[f"{wq}/exp_avg"])
+    # A relaxed checkpoint is gone on with by a stage of the same sharing, and freed in memory alone.
+    out = tmp_path / "trained"
+    assert main(["train", str(run_file(stages=relaxed)), "--out", str(out), *flags]) == 0
+    again = begun(run_file(stages=relaxed), ["--start.checkpoint", str(out)], tmp_path / "again")
+    _, weights, _ = load_checkpoint(list_checkpoints(out / "checkpoints")[-1])
+    found = dict(again.model.named_parameters())
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    with pytest.raises(TenfoldError, match="low-rank differences"):
+        begun(run_file(stages='[[stages]]\nname = "real"\n'), ["--start.checkpoint", str(out)], tmp_path / "real")
 
 
 def test_moments_can_be_measured_on_what_the_run_trains_on(

@@ -34,7 +34,9 @@ class SavedCheckpoint:
         self.optimizer = open_tensors(path / "optimizer.safetensors")
         with torch.device("meta"):
             model = Decoder(self.config, self.manifest["sequence_length"])
-        self._parts = {name: part_of(model.layers[0], name) for name in tables(model.layers)}
+        places = tables(model.layers)
+        self._parts = {name: part_of(model.layers[0], name) for name in places}
+        self._vectors = {name for name, column in places.items() if column[0].parameter.dim() < 2}
         tie(model.layers, self.sharing)
         told = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         found = {name: stored.shape for name, stored in self.weights.items()}
@@ -48,9 +50,12 @@ class SavedCheckpoint:
     def delinked(self, after: Sharing, moments: Moments) -> tuple[dict[str, Stored], dict[str, Stored]]:
         """Weights and optimizer state as `sharing.delinking.delink` would leave them, to the last bit.
 
-        Layer i has what the block that it used has. Raises TenfoldError when `after` does not refine what is shared in
+        Layer i has what the block that it used has. Low-rank differences that `after` has and the file has not are new,
+        and not among them. Raises TenfoldError when `after` does not refine what is shared in
         the file, or when the state cannot be carried.
         """
+        if after == self.sharing:
+            return dict(self.weights), dict(self.optimizer)
         if self.sharing.rank:
             raise TenfoldError(
                 f"{self.path} has low-rank differences, which are folded in memory alone: resume its run, whose next "
@@ -87,7 +92,8 @@ class SavedCheckpoint:
         each that shares it now."""
         origins = {name: (name, 1.0) for name in self.weights if not name.startswith("layers.")}
         for name, part in self._parts.items():
-            before, pattern = self.sharing.of(part, name), after.of(part, name)
+            vector = name in self._vectors
+            before, pattern = self.sharing.of(part, name, vector), after.of(part, name, vector)
             for block in range(pattern.stored_blocks):
                 layer = pattern.first_layer(block)
                 parent = before.blocks[layer]

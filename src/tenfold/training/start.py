@@ -19,7 +19,8 @@ from tenfold.config.model import ModelConfig
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
-from tenfold.training.optimizers import fill_tensors, load_state_tensors
+from tenfold.sharing.tying import tables
+from tenfold.training.optimizers import fill_tensors, state_tensors
 from tenfold.training.setup import checkpoint_at, run_of
 from tenfold.training.stages import Stage
 
@@ -72,10 +73,17 @@ class Start:
         Gives the parameters that share less than they did in the file, if their state was taken.
         """
         named = dict(model.named_parameters())
-        fill_tensors({name: parameter.data for name, parameter in named.items()}, self._weights, "weights")
+        new: set[nn.Parameter] = set()
+        if self._stage.sharing != self._saved.sharing:  # low-rank differences that the file has not begin as ever
+            holders = (holder for column in tables(model.layers).values() for holder in column)
+            new = {parameter for holder in holders for parameter in holder.parameters[1:]}
+        known = {name: parameter.data for name, parameter in named.items() if parameter not in new}
+        fill_tensors(known, self._weights, "weights")
         if not self._optimizer:
             return []
-        load_state_tensors(model, optimizers, self._state)
+        state = state_tensors(model, optimizers)
+        taken = {name: tensor for name, tensor in state.items() if name.rpartition("/")[0] in known}
+        fill_tensors(taken, self._state, "optimizer state")
         freed = self._saved.freed(self._stage.sharing)
         return [parameter for name, parameter in named.items() if name in freed]
 
