@@ -63,6 +63,17 @@ def test_every_parameter_belongs_to_the_part_that_a_reader_would_say(peer, kind)
     assert found == {part: set(BY_HAND[kind].get(part, "").split()) for part in PARTS}
 
 
+def test_attention_that_is_written_with_capitals():
+    transformers = pytest.importorskip("transformers")
+    size = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_heads": 2}
+    layers = transformers.T5Model(transformers.T5Config(**size)).encoder.block[1:]  # the first has a bias of its own
+    tenfold.share(layers, parts=("attention",))
+    shared = {name for name, column in tables(layers).items() if tied_pattern(column).stored_blocks == 1}
+    assert shared == {f"layer.0.SelfAttention.{leaf}.weight" for leaf in "qkvo"}
+    norms = {name for name in holders(layers[0]) if part_of(layers[0], name) == "norms"}
+    assert norms == {"layer.0.layer_norm.weight", "layer.1.layer_norm.weight"}
+
+
 @pytest.mark.parametrize(("kind", "part"), [(kind, part) for kind, parts in BY_HAND.items() for part in parts])
 def test_sharing_one_part_shares_its_parameters_and_no_others(peer, kind, part):
     layers = peer(kind).layers

@@ -144,7 +144,7 @@ def part_of(layer: nn.Module, name: str) -> str:
     for depth, module in enumerate(modules):
         if hasattr(module, "experts") and not name.split(".")[depth].startswith("shared"):
             return "router"
-    return "attention" if any("attn" in step or "attention" in step for step in path) else "ffn"
+    return "attention" if any("attn" in step or "attention" in step for step in map(str.lower, path)) else "ffn"
 
 
 def tables(layers: Layers) -> dict[str, list[Holder]]:
