@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenfold.config.units import parse_count, parse_share, parse_sharing, parse_until
+from tenfold.config.units import _show_until, parse_count, parse_share, parse_sharing, parse_until
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,48 @@ def test_what_is_not_a_sharing_pattern_is_refused_with_what_would_be_right(value
 )
 def test_every_end_of_a_stage_is_read(value, until):
     assert parse_until(value) == until
+
+
+CORRELATION = {
+    "auto": "correlation",
+    "threshold": 0.5,
+    "checks": 3,
+    "every": 100,
+    "split": False,
+    "at_most": {"share": 0.4},
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "until"),
+    [
+        ("auto", CORRELATION),
+        ({"auto": "correlation"}, CORRELATION),
+        ("auto=correlation, split=true, threshold=30%", {**CORRELATION, "split": True, "threshold": 0.3}),
+        ({"auto": "correlation", "at_most": {"steps": 5}}, {**CORRELATION, "at_most": {"steps": 5}}),
+        ("{auto=correlation,at_most=tokens=2B}", {**CORRELATION, "at_most": {"tokens": 2 * 10**9}}),
+        (
+            {"auto": "returns", "every": "1k"},
+            {"auto": "returns", "checks": 3, "every": 1000, "at_most": {"share": 0.4}},
+        ),
+        (CORRELATION, CORRELATION),
+    ],
+)
+def test_a_rule_for_the_end_of_a_stage_has_all_its_keys(value, until):
+    assert parse_until(value) == until
+    assert parse_until(_show_until(until)) == until  # as the help of the command line shows it
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["auto=", "auto=luck", {"auto": 3}, {"auto": ["correlation"]}, {"auto": "returns", "split": True}, "auto=returns,x",
+     {"auto": "correlation", "threshold": 1}, {"auto": "correlation", "threshold": [0.5]}, "auto=correlation,checks=0",
+     {"auto": "correlation", "split": [True]}, {"auto": "correlation", "at_most": None}, "auto=returns,at_most=auto",
+     {"auto": "correlation", "every": 1.5}],
+)  # fmt: skip
+def test_a_rule_that_makes_no_sense_is_refused(value):
+    with pytest.raises(ValueError, match=r"auto|threshold|checks|split|end of a stage|share|whole number|at_most"):
+        parse_until(value)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,9 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
         report = write_report(folder)
         events = read_metrics(folder)
         console.print(
-            closing_table(_ended(events)[-1], [event for event in events if event["event"] == "delink"], report)
+            closing_table(
+                _ended(events)[-1], [event for event in events if event["event"] in ("delink", "split")], report
+            )
         )
     return 0
 

@@ -171,10 +171,10 @@ def parse_auto(value: dict[str, Any]) -> dict[str, Any]:
                 f"threshold = {found['threshold']}: a correlation that is to be fallen under lies in (0, 1)"
             )
     if "split" in found:
-        named = {"true": True, "false": False, True: True, False: False}
-        if found["split"] not in named:
+        split = {"true": True, "false": False}.get(str(found["split"]).lower())
+        if split is None:
             raise ValueError(f"split = {found['split']!r}: it is true or false")
-        found["split"] = named[found["split"]]
+        found["split"] = split
     found["at_most"] = parse_until(found["at_most"])
     if "auto" in found["at_most"]:
         raise ValueError('at_most = "auto": it is the place where the stage ends at the latest, such as "40%"')

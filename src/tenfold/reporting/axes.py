@@ -47,7 +47,7 @@ def new_figure(inches: tuple[float, float] = WIDE) -> tuple[Figure, Axes]:
 
 
 def mark_stages(axes: Axes, history: History, axis: str) -> None:
-    """A band of its own colour for each stage, and a line at each delinking."""
+    """A band of its own colour for each stage, and a line at each delinking; one within a stage is dotted."""
     spans = history.spans(axis)
     delinked = {event.get("stage_from") for event in history.delinks}
     whole = spans[-1][2] if spans else 0
@@ -62,6 +62,9 @@ def mark_stages(axes: Axes, history: History, axis: str) -> None:
             axes.text((first + last) / 2, height, text, transform=axes.get_xaxis_transform(), **where)
         if name in delinked:
             axes.axvline(last, color=COLOURS["ink"], linestyle=(0, (2, 2)), linewidth=1)
+    for split in history.splits:
+        if split.get(axis) is not None:
+            axes.axvline(split[axis], color=COLOURS["ink"], linestyle=(0, (1, 2)), linewidth=1)
     if whole > 0:
         axes.set_xlim(0, whole)
     name_axis(axes, axis)

@@ -16,10 +16,12 @@ from rich.text import Text
 
 from tenfold.reporting.format import (
     MISSING,
+    describe_check,
     format_bytes,
     format_count,
     format_logits,
     format_number,
+    format_pattern,
     format_seconds,
     format_share,
     format_sharing,
@@ -121,6 +123,15 @@ class Display:
                     f"step {event.get('step')}: delinked {event.get('stage_from')} -> {event.get('stage_to')}, "
                     f"stored parameters {stored}, optimizer moments: {event.get('moments')}, "
                     f"logits {format_logits(event)}"
+                )
+            case "check":
+                self.note(f"step {event.get('step')}: {describe_check(event)}")
+            case "split":
+                stored = f"{format_count(event.get('stored_before'))} -> {format_count(event.get('stored_after'))}"
+                self.note(
+                    f"step {event.get('step')}: {event.get('stage_to')} now shares "
+                    f"{format_pattern(event.get('pattern_to'))}, stored parameters {stored}, optimizer moments: "
+                    f"{event.get('moments')}, logits {format_logits(event)}"
                 )
             case "resume":
                 self.note(f"goes on from step {event.get('step')}")
@@ -235,7 +246,8 @@ def _describe(stage: dict[str, Any]) -> str:
     pattern = format_sharing(stage)
     lengths = stage.get("sequence_lengths") or []
     in_sequences = f" in sequences of {' to '.join(f'{length:,}' for length in lengths[:1] + lengths[1:][-1:])}"
+    rule = f", or less: it ends by {stage['ends_by']}" if stage.get("ends_by") else ""
     return (
         f"{stage.get('name')}, shares {pattern}, {stored} of {total} parameters stored, {steps} steps, {tokens} tokens"
-        f"{in_sequences if lengths else ''}"
+        f"{in_sequences if lengths else ''}{rule}"
     )

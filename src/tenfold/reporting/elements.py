@@ -87,7 +87,7 @@ def wrongs(history: History) -> list[list[str]]:
         row = (step, _WRONG[event["event"]], _trouble(event))
         if event["event"] != "note" or row[1:] not in {known[1:] for known in rows}:  # each process says it anew
             rows[row] = None
-    for delink in history.delinks:
+    for delink in history.all_delinks:
         if delink.get("logits_equal") is False:
             rows[(str(delink.get("step")), "delinking", f"logits {format_logits(delink)}")] = None
     for key, name in (("loss", "loss"), ("grad_norm", "gradient norm")):

@@ -136,3 +136,29 @@ def format_logits(delink: dict[str, Any]) -> str:
     if delink.get("logits_equal") is False:
         return f"DIFFERENT, by up to {format_number(delink.get('max_difference'), '.3g')}"
     return "not compared"
+
+
+def describe_check(event: dict[str, Any]) -> str:
+    """One check in a line: what was measured, and what came of it."""
+    if event.get("rule") == "returns":
+        seen = (
+            f"loss falls {format_number(event.get('loss_per_second'), '.3g')} a second, delinked "
+            f"{format_number(event.get('next_loss_per_second'), '.3g')} predicted (gain "
+            f"{format_number(event.get('gain'), '.2f')} a step, {format_seconds(event.get('next_step_seconds'))} for "
+            f"{format_seconds(event.get('step_seconds'))})"
+        )
+    else:
+        values = [value for value in event.get("correlations") or [] if value is not None]
+        span = f"{min(values):.2f} to {max(values):.2f}" if values else "unknown"
+        seen = (
+            f"gradients of neighbouring layers correlate by {span}, {event.get('under')} of "
+            f"{len(event.get('pairs') or [])} under {format_number(event.get('threshold'), 'g')}"
+        )
+    seen += f"; {event.get('in_a_row')} of {event.get('checks')} checks in a row"
+    if event.get("decision") == "end":
+        return f"{seen}: stage {event.get('stage')} ends here"
+    return f"{seen}: {_cuts(event)}" if event.get("decision") == "split" else seen
+
+
+def _cuts(event: dict[str, Any]) -> str:
+    return "split between layers " + ", ".join(f"{one} and {other}" for one, other in event.get("cut") or [])

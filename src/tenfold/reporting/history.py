@@ -25,6 +25,8 @@ class History:
     steps: list[Event]
     validations: list[Event]
     delinks: list[Event]
+    checks: list[Event]  # of rules that may end a stage
+    splits: list[Event]  # delinkings within a stage
     similarities: list[Event]  # a step with a delinking has two, before and after it
     samples: list[Event]
     evaluations: list[Event]
@@ -50,6 +52,8 @@ class History:
             steps=steps,
             validations=validations,
             delinks=_once(events, "delink"),
+            checks=_once(events, "check"),
+            splits=_once(events, "split"),
             similarities=_once(events, "similarity", "stage"),
             samples=_once(events, "sample"),
             evaluations=_once(events, "evaluation", "task", "name"),
@@ -57,6 +61,11 @@ class History:
             end=next((event for event in reversed(events) if event.get("event") == "end"), None),
             latest=events[-1],
         )
+
+    @property
+    def all_delinks(self) -> list[Event]:
+        """Delinkings between stages and within them, in order."""
+        return sorted([*self.splits, *self.delinks], key=lambda event: event["step"])
 
     @property
     def status(self) -> str:

@@ -12,6 +12,7 @@ from tenfold.reporting.axes import Plot
 from tenfold.reporting.elements import card, document, plot_sections, samples_table, table, wrongs
 from tenfold.reporting.format import (
     MISSING,
+    describe_check,
     format_bytes,
     format_co2,
     format_count,
@@ -95,7 +96,7 @@ def _facts(history: History) -> str:
 
 def _verdict(history: History) -> str:
     lines = []
-    for delink in history.delinks:
+    for delink in history.all_delinks:
         names = f"{delink.get('stage_from')} → {delink.get('stage_to')}"
         kind = {True: "good", False: "bad"}.get(delink.get("logits_equal"), "muted")  # type: ignore[arg-type]
         stored = f"{format_count(delink.get('stored_before'))} → {format_count(delink.get('stored_after'))}"
@@ -183,8 +184,11 @@ def _wrongs(history: History) -> str:
 def _happenings(history: History) -> str:
     start = history.start.get("stages") or []
     rows = [["0", "start", ", then ".join(str(stage.get("name")) for stage in start) or MISSING]]
-    for delink in history.delinks:
-        rows.append([str(delink["step"]), "delinked", _delinking(delink)])
+    told = [(delink, "delinked", _delinking(delink)) for delink in history.all_delinks]
+    told += [(check, "decided", describe_check(check)) for check in history.checks if check.get("decision")]
+    # A decision comes before what it leads to.
+    for event, what, more in sorted(told, key=lambda row: (row[0]["step"], row[1])):
+        rows.append([str(event["step"]), what, more])
     if history.end is not None:
         seconds = format_seconds(history.end.get("seconds"))
         rows.append([str(history.end.get("step", MISSING)), "end", f"after {seconds} of training"])

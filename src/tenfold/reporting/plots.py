@@ -20,6 +20,7 @@ from tenfold.reporting.axes import (
     show_rate,
     stage_colour,
 )
+from tenfold.reporting.decisions import correlation_plot, returns_plot
 from tenfold.reporting.format import format_bytes, format_count, format_joules, format_share
 from tenfold.reporting.heatmaps import busiest_expert, each_expert, similarity_maps
 from tenfold.reporting.history import Event, History
@@ -271,6 +272,18 @@ def all_plots(history: History) -> list[tuple[str, list[Plot]]]:
         ),
     ]
     layers = [
+        single(
+            "correlation",
+            "Gradients of layers that share",
+            "Correlation between those of neighbouring layers, by which a stage ends. Dotted upright: a split.",
+            of(correlation_plot, history),
+        ),
+        single(
+            "returns",
+            "Returns",
+            "How fast the loss falls, and is predicted to fall once delinked; the stage ends when that is faster.",
+            of(returns_plot, history),
+        ),
         single(
             "drift",
             "How freed layers drift apart",

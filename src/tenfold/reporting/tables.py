@@ -77,6 +77,8 @@ def closing_table(
         )
     for delink in delinks:
         names = f"{delink.get('stage_from')} -> {delink.get('stage_to')}"
+        if delink.get("event") == "split":
+            names = f"{delink.get('stage_from')}, within the stage,"
         lines.append(f"delinking {names} at step {delink.get('step')}: logits {format_logits(delink)}")
     if end_event.get("sample"):
         lines += ["", "the model writes:", *(f"  {line}" for line in str(end_event["sample"]).splitlines())]

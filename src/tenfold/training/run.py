@@ -350,7 +350,8 @@ class Run:
             sharing = replace(stage.sharing, pattern=stage.sharing.pattern.cut(decision.cuts))
             told = self._delink(stage.sharing, sharing, following.config, stage)
             self._plan(sharing)
-            self.emit({"event": "split", **where, **told, "cut": decision.numbers["cut"]})
+            names = {"stage_from": stage.name, "stage_to": stage.name}
+            self.emit({"event": "split", **where, **told, **names, "cut": decision.numbers["cut"]})
         if decision.ends:
             place.ends[stage.name] = place.step
             self._plan(stage.sharing)

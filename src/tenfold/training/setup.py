@@ -172,6 +172,7 @@ def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, An
                 "steps": stage.steps,
                 "tokens": stage.tokens,
                 **({"sequence_lengths": stage.lengths} if stage.config.sequence_length else {}),
+                **({"ends_by": stage.rule["auto"]} if stage.rule is not None else {}),
             }
         )
     return described
