@@ -218,3 +218,11 @@ def test_a_missing_file_a_folder_and_broken_toml_are_told_by_name(tmp_path):
     (tmp_path / "bytes.toml").write_bytes(b"a = '\xff'")
     with pytest.raises(TenfoldError, match=r"bytes\.toml is not valid TOML"):
         load_run(tmp_path / "bytes.toml")
+
+
+@pytest.mark.parametrize("experts", ["layer", "prototype"])
+def test_experts_can_share_only_where_there_are_some(experts):
+    raw = {"training": {"steps": 1}, "stages": [{"experts": experts}]}
+    with pytest.raises(TenfoldError, match=rf'stages\.0\.experts = "{experts}" needs a mixture.*model\.moe\.experts'):
+        build(RunConfig, raw, "run.toml")
+    build(RunConfig, {**raw, "model": {"moe": {"experts": 4}}}, "run.toml")

@@ -95,3 +95,22 @@ def test_operations_of_a_mixture_equal_a_hand_count_of_the_chosen_experts():
     layer += 2 * D * 8  # router
     layer += (2 * 2 + 3) * 2 * (2 * D * F)  # four routed and three shared experts of two matrices
     assert count(model, T).flops_per_token == 3 * (L * layer + 2 * D * 64)
+
+
+@pytest.mark.parametrize(("experts", "sets"), [("layer", 1), ("prototype", 2)])
+@pytest.mark.parametrize("sharing", ["all", "none"])
+def test_experts_that_share_are_stored_and_used_as_sets_and_counted_in_total_as_if_free(sharing, experts, sets):
+    T, D, L, F, E = 32, 16, 2, 24, 8
+    moe = {"experts": E, "prototypes": 2, "top_k": 2, "ffn": F, "shared_experts": 3, "bias_rate": 0.1}
+    config = ModelConfig(vocab_size=64, layers=L, hidden=D, heads=2, activation="gelu", moe=moe)
+    with torch.device("meta"):
+        free, model = Decoder(config, T), Decoder(config, T)
+    tie(model.layers, Sharing(Pattern.parse(sharing, L), experts=experts))
+    counts, of_free = count(model, T), count(free, T)
+    assert counts.total == of_free.total == sum(parameter.numel() for parameter in free.parameters())
+    assert counts.expert == of_free.expert == L * E * 2 * D * F
+    assert counts.stored == sum(parameter.numel() for parameter in model.parameters())
+    less = L * ((4 - sets) * 2 * D * F + E * (D + 1))  # four chosen experts become the sets; no router, no bias
+    assert counts.active == of_free.active - less
+    layer = 4 * 2 * D * D + 2 * 2 * D * (T + 1) / 2 + (sets + 3) * 2 * (2 * D * F)
+    assert counts.flops_per_token == 3 * (L * layer + 2 * D * 64)

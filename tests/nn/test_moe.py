@@ -391,3 +391,26 @@ def test_with_recompute_experts_are_chosen_once_for_each_layer_and_step(tiny_dec
         run_model(model, torch.arange(12).view(2, 6))
     assert calls.counts["tenfold::choose"] == 4
     assert calls.counts["tenfold::experts"] == 8  # the rest did run twice
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("sets", [1, 2])
+def test_experts_that_share_are_a_dense_layer_of_every_set_without_a_router(make, activation, sets):
+    moe = make(activation, prototypes=2, top_k=2, shared_experts=1, bias_rate=0.1, capacity="one", balance_loss=0.1)
+    first = [parameter.detach().clone() for parameter in moe.experts.parameters()]
+    moe.share(sets)
+    assert all(torch.equal(p, old[:sets]) for p, old in zip(moe.experts.parameters(), first, strict=True))
+    assert not any("router" in name or "balance" in name for name, _ in moe.named_parameters())
+    x = tokens().requires_grad_()
+    y, statistics = moe(x, [])
+    expected = moe.shared(x) + torch.stack(
+        [torch.stack([sum(expert_of(moe, s, token) for s in range(sets)) for token in row]) for row in x]
+    )
+    torch.testing.assert_close(y, expected)
+    assert statistics.shape == (LOADS + 8,)
+    assert not statistics.any()
+    wanted = (x, *moe.parameters())
+    for mine, theirs in zip(
+        torch.autograd.grad(y.square().sum(), wanted), torch.autograd.grad(expected.square().sum(), wanted), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)

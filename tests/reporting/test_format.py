@@ -10,10 +10,13 @@ from tenfold.reporting.format import (
     format_count,
     format_energy_source,
     format_joules,
+    format_logits,
     format_measure,
     format_pattern,
     format_seconds,
     format_share,
+    format_sharing,
+    logits_kept,
 )
 
 
@@ -113,3 +116,32 @@ def test_measures_of_evaluations() -> None:
     assert format_measure("accuracy", 0.4137) == "41.4%"
     assert format_measure("perplexity", 88.523) == "88.52"
     assert format_measure("words", 12_000) == "12k"
+
+
+@pytest.mark.parametrize(
+    ("stage", "text"),
+    [
+        ({"sharing": "all"}, "all"),
+        ({"sharing": {"groups": 4}, "parts": ["ffn", "norms"]}, "groups=4 of ffn, norms"),
+        ({"sharing": "none", "parts": ["ffn"], "experts": "layer"}, "none, experts by layer"),
+        ({}, "–"),
+    ],
+)
+def test_what_a_stage_shares_is_told_with_its_parts_and_experts(stage, text):
+    assert format_sharing(stage) == text
+
+
+@pytest.mark.parametrize(
+    ("delink", "kept", "text"),
+    [
+        ({"logits_equal": True, "max_difference": 0.0}, True, "equal to the last bit"),
+        ({"logits_equal": False, "max_difference": 1e-5}, False, "DIFFERENT, by up to 1e-05"),
+        ({"logits_equal": False, "max_difference": 1e-5, "tolerance": 2e-5}, True, "equal to rounding, 1e-05 apart"),
+        ({"logits_equal": False, "max_difference": 1e-5, "tolerance": 9e-6}, False, "DIFFERENT, by up to 1e-05"),
+        ({"logits_equal": False, "max_difference": None, "tolerance": 9e-6}, False, "DIFFERENT, by up to –"),
+        ({}, None, "not compared"),
+    ],
+)
+def test_a_function_is_kept_to_the_last_bit_or_to_the_rounding_that_was_promised(delink, kept, text):
+    assert logits_kept(delink) is kept
+    assert format_logits(delink) == text

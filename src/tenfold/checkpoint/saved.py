@@ -34,10 +34,10 @@ class SavedCheckpoint:
         self.optimizer = open_tensors(path / "optimizer.safetensors")
         with torch.device("meta"):
             model = Decoder(self.config, self.manifest["sequence_length"])
+        tie(model.layers, self.sharing)
         places = tables(model.layers)
         self._parts = {name: part_of(model.layers[0], name) for name in places}
         self._vectors = {name for name, column in places.items() if column[0].parameter.dim() < 2}
-        tie(model.layers, self.sharing)
         told = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         found = {name: stored.shape for name, stored in self.weights.items()}
         for name in sorted(told.keys() | found.keys()):

@@ -176,6 +176,11 @@ class StageConfig(Section):
     rank: int = Field(
         0, ge=0, description="Rank of a difference of each layer's own to the matrices it shares; 0: none."
     )
+    experts: Literal["free", "prototype", "layer"] = Field(
+        "free",
+        description="Which routed experts share one set of weights, as a dense feed-forward without a router: none, "
+        "those of each prototype, or all of a layer.",
+    )
     until: Until = Field(
         None,
         description='Where in the run the stage ends ("20%", {tokens = "2B"}, {steps = 500}); the last stage: unset. '
@@ -288,6 +293,11 @@ class RunConfig(Section):
                     f"data.sequence_length = {self.data.sequence_length}: tokens between would not count"
                 )
         for number, stage in enumerate(self.stages):
+            if stage.experts != "free" and not self.model.moe.experts:
+                raise ValueError(
+                    f'stages.{number}.experts = "{stage.experts}" needs a mixture of experts, and this model is dense: '
+                    "set model.moe.experts, or leave it out"
+                )
             size, micro = stage.batch_size or self.training.batch_size, self.training.micro_batch_size
             if micro and size % micro:
                 raise ValueError(

@@ -16,13 +16,13 @@ from tenfold.nn.moe import MixtureOfExperts
 class Counts:
     """Parameters, and operations per token.
 
-    total: as if every layer had weights of its own. stored: those that exist (a shared block once, low-rank differences
-    to it besides). active: those of
-    `total` that one token's forward pass uses, with top_k experts of each prototype. expert: those of `total` in
+    total: as if every layer and every expert had weights of its own. stored: those that exist (a shared block, or a set
+    of weights that experts share, once; low-rank differences to it besides). active: those of `total` that one token's
+    forward pass uses: top_k experts of each prototype, or every set that experts share. expert: those of `total` in
     routed experts. flops_per_token: forward and backward (3 x forward), two operations for each multiply-add of a
     matrix product (norms and biases: none), causal attention counted as the half it is, recomputation not counted, nor
-    what a layer's difference costs, which goes by forward passes and not by tokens. An
-    encoder's output matrix multiplies masked places only, and is counted by their share.
+    what a layer's difference costs, which goes by forward passes and not by tokens. An encoder's output matrix
+    multiplies masked places only, and is counted by their share.
     """
 
     total: int
@@ -36,15 +36,19 @@ def count(model: Decoder, sequence_length: int) -> Counts:
     """Count a model, which may be on the meta device; `sequence_length` (tokens) enters through attention."""
     config = model.config
     outside = _numel(parameter for name, parameter in model.named_parameters() if not name.startswith("layers."))
-    experts_in_layer = sum(
-        _numel(held_inside(module.experts))
-        for module in model.layers[0].modules()
-        if isinstance(module, MixtureOfExperts)
-    )
     layers_total = sum(_numel(held_inside(layer)) for layer in model.layers)
-    expert_total = experts_in_layer * config.layers
-    chosen = config.moe.prototypes * config.moe.top_k / config.moe.experts if config.moe.experts else 0.0
-    active_experts = round(expert_total * chosen)
+    layers_active, active_experts, expert_total, moe = layers_total, 0, 0, config.moe
+    for module in model.layers.modules():  # a layer at a time, whether they share or not
+        if isinstance(module, MixtureOfExperts):
+            weights = list(held_inside(module.experts))
+            stored, sets = _numel(weights), len(weights[0])
+            every = stored // sets * moe.experts
+            chosen = stored if module.router is None else every // moe.experts * moe.prototypes * moe.top_k
+            expert_total, active_experts = expert_total + every, active_experts + chosen
+            layers_active += chosen - stored
+            layers_total += every - stored
+            if module.router is None:
+                layers_total += moe.experts * (config.hidden + (moe.bias_rate > 0))
 
     # Embedding look-ups multiply nothing; the output matrix does, tied or not.
     output = config.padded_vocab() * config.embedding_columns + _matrices(model.transform)
@@ -58,7 +62,7 @@ def count(model: Decoder, sequence_length: int) -> Counts:
     return Counts(
         total=outside + layers_total,
         stored=_numel(model.parameters()),
-        active=outside + layers_total - expert_total + active_experts,
+        active=outside + layers_active,
         expert=expert_total,
         flops_per_token=3 * 2 * (matrices + attention),
     )

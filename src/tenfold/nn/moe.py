@@ -5,8 +5,11 @@ prototype, weighted by a softmax over that prototype alone, and the outputs add 
 
     y = sum over z of sum over i in top-k of prototype z of p[z, i] * expert[z, i](x)
 
-Z = 1 is ordinary top-k routing. Shapes: B sequences, T positions, N = B * T tokens, D hidden, F expert width,
-C = Z * top_k choices of a token, R routed rows (at most N * C).
+Z = 1 is ordinary top-k routing. While experts share weights (`MixtureOfExperts.share`) they are S sets, one for each
+prototype or one for the layer, and the layer is a dense feed-forward without a router: y = sum over s of set[s](x).
+
+Shapes: B sequences, T positions, N = B * T tokens, D hidden, F expert width, C = Z * top_k choices of a token, R routed
+rows (at most N * C).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor, nn
 from tenfold.config.model import ModelConfig, MoEConfig
 from tenfold.nn.grouped import combine, dispatch, feed_forward_rows, keep_rows, sort_rows
 from tenfold.nn.layers import Linear
+from tenfold.nn.products import linear
 from tenfold.nn.routing import choose, count_by_sequence, gates_and_losses
 
 # Columns of a layer's statistics, before the E columns of tokens per expert. All are sums over tokens.
@@ -57,6 +61,16 @@ class Experts(nn.Module):
         """Each row through its expert, times its gate (`nn.grouped.feed_forward_rows`)."""
         return feed_forward_rows(x_RD, gates_R, self.gate, self.up, self.down, rows_E)
 
+    def dense(self, x: Tensor) -> Tensor:
+        """The sum of what every one of them makes of `x` [..., D]: one feed-forward as wide as all together."""
+
+        def inner(weight_SDF: Tensor) -> Tensor:
+            return linear(x, weight_SDF.transpose(1, 2).flatten(0, 1), None)
+
+        up = inner(self.up)
+        hidden = F.gelu(up) if self.gate is None else F.silu(inner(self.gate)) * up
+        return linear(hidden, self.down.flatten(0, 1).t(), None)
+
 
 class MixtureOfExperts(nn.Module):
     """Router, routed experts, and shared experts if any. Returns the output and the layer's statistics."""
@@ -65,7 +79,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         moe = config.moe
         self.config = moe
-        self.router = nn.Linear(config.hidden, moe.experts, bias=False)
+        self.router: nn.Linear | None = nn.Linear(config.hidden, moe.experts, bias=False)  # None: experts share
         self.experts = Experts(config)
         self.shared = FeedForward(config, moe.shared_experts * config.expert_ffn) if moe.shared_experts else None
         # Added to the probabilities when experts are chosen, never to the gates (arXiv 2408.15664).
@@ -75,6 +89,10 @@ class MixtureOfExperts(nn.Module):
         """Output and statistics. `decision`, if given, keeps the chosen experts: an empty list is filled, and with a
         filled one nothing is chosen anew."""
         moe = self.config
+        if self.router is None:
+            y_BTD = self.experts.dense(x_BTD)
+            nothing = torch.zeros(LOADS + moe.experts, device=x_BTD.device)
+            return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), nothing
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         probabilities_NZP, logits_NZP = self.route(x_ND)
         choice_NC = decision[0] if decision else self.choose(probabilities_NZP)
@@ -96,8 +114,18 @@ class MixtureOfExperts(nn.Module):
         losses = torch.stack((balance.float(), z_loss.float(), dropped))
         return y_ND.view_as(x_BTD), torch.cat((losses, loads_BE.sum(0).to(torch.float32)))
 
+    def share(self, sets: int) -> None:
+        """Keep the weights of the first `sets` experts alone, for all of them: the prototypes' or, if 1, the layer's.
+
+        The layer is dense from then on. `sharing.upcycling` makes it a mixture again.
+        """
+        self.router = self.balance_bias = None
+        for name, parameter in self.experts.named_parameters():
+            setattr(self.experts, name, nn.Parameter(parameter.detach()[:sets].clone(), parameter.requires_grad))
+
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities (without gradient) and logits [N, Z, P] in fp32 or wider."""
+        assert self.router is not None
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits = F.linear(x_ND.to(wide), self.router.weight.to(wide)).unflatten(1, (self.config.prototypes, -1))
         return logits.detach().softmax(-1), logits

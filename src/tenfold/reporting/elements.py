@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from tenfold import __version__
 from tenfold.reporting.axes import Plot
-from tenfold.reporting.format import MISSING, format_logits, format_seconds
+from tenfold.reporting.format import MISSING, format_logits, format_seconds, logits_kept
 from tenfold.reporting.history import Event, History
 from tenfold.reporting.style import CSS
 from tenfold.reporting.svg import to_svg
@@ -88,7 +88,7 @@ def wrongs(history: History) -> list[list[str]]:
         if event["event"] != "note" or row[1:] not in {known[1:] for known in rows}:  # each process says it anew
             rows[row] = None
     for delink in history.all_delinks:
-        if delink.get("logits_equal") is False:
+        if logits_kept(delink) is False:
             rows[(str(delink.get("step")), "delinking", f"logits {format_logits(delink)}")] = None
     for key, name in (("loss", "loss"), ("grad_norm", "gradient norm")):
         steps = [event["step"] for event in history.steps if key in event and event[key] is None]

@@ -123,10 +123,20 @@ def format_pattern(pattern: Any) -> str:
 
 def format_sharing(stage: dict[str, Any]) -> str:
     """What a stage shares, of the `start` event: its pattern, its parts where they are not all, the rank of differences
-    where there are any."""
-    parts, rank = stage.get("parts"), stage.get("rank")
-    of_parts = f" of {', '.join(parts)}" if parts else ""
-    return f"{format_pattern(stage.get('sharing'))}{of_parts}{f' + rank {rank}' if rank else ''}"
+    where there are any, and which experts."""
+    parts, rank, experts = (stage.get(key) for key in ("parts", "rank", "experts"))
+    of_parts = f" of {', '.join(parts)}" if parts and stage.get("sharing") != "none" else ""
+    by = f", experts by {experts}" if experts else ""
+    return f"{format_pattern(stage.get('sharing'))}{of_parts}{f' + rank {rank}' if rank else ''}{by}"
+
+
+def logits_kept(delink: dict[str, Any]) -> bool | None:
+    """Whether a delinking left the model's output as it promises: to the last bit or, with a `tolerance`, to rounding;
+    None where nothing was compared."""
+    equal, difference = delink.get("logits_equal"), delink.get("max_difference")
+    if equal is False and difference is not None and difference <= (delink.get("tolerance") or 0.0):
+        return True
+    return equal if equal is None else bool(equal)
 
 
 def format_logits(delink: dict[str, Any]) -> str:
@@ -134,7 +144,8 @@ def format_logits(delink: dict[str, Any]) -> str:
     if delink.get("logits_equal") is True:
         return "equal to the last bit"
     if delink.get("logits_equal") is False:
-        return f"DIFFERENT, by up to {format_number(delink.get('max_difference'), '.3g')}"
+        difference = format_number(delink.get("max_difference"), ".3g")
+        return f"equal to rounding, {difference} apart" if logits_kept(delink) else f"DIFFERENT, by up to {difference}"
     return "not compared"
 
 

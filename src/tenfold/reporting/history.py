@@ -153,7 +153,7 @@ class History:
                 row["joules"] = used[-1] - before
                 row["joules_per_token"] = row["joules"] / row["tokens"] if row["tokens"] else None
                 before = used[-1]
-            keys = ("sharing", "parts", "rank", "stored_parameters", "total_parameters")
+            keys = ("sharing", "parts", "rank", "experts", "stored_parameters", "total_parameters")
             plan = {key: planned.get(name, {}).get(key) for key in keys}
             rows.append({**plan, **row, **told.get(name, {})})
         return rows

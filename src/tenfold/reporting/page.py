@@ -25,6 +25,7 @@ from tenfold.reporting.format import (
     format_pattern,
     format_seconds,
     format_sharing,
+    logits_kept,
 )
 from tenfold.reporting.history import Event, History
 from tenfold.reporting.svg import pick_evenly
@@ -98,7 +99,7 @@ def _verdict(history: History) -> str:
     lines = []
     for delink in history.all_delinks:
         names = f"{delink.get('stage_from')} → {delink.get('stage_to')}"
-        kind = {True: "good", False: "bad"}.get(delink.get("logits_equal"), "muted")  # type: ignore[arg-type]
+        kind = {True: "good", False: "bad", None: "muted"}[logits_kept(delink)]
         stored = f"{format_count(delink.get('stored_before'))} → {format_count(delink.get('stored_after'))}"
         lines.append(
             f"<p>Delinking {html.escape(names)} at step {html.escape(str(delink.get('step')))}: logits before and "

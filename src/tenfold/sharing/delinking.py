@@ -18,6 +18,8 @@ weight, so that neither changes the function. New differences join their matrix'
 a new optimizer; when they are folded their state goes with them, and the freed weight has what `moments` makes of the
 shared matrix's: its second moment is that of a mean gradient, as without differences.
 
+What freed experts start from is at the head of `sharing/upcycling.py`; their formulas are these, with a scale.
+
 A block trained on the *sum* of the gradients would hand over moments that are too large, and want m / uses_before and
 v / uses_before^2 first; the training step divides, so that this never arises. docs/sharing.md has the four choices in a
 table: what each makes of every optimizer's state, and what that is off by.
@@ -39,6 +41,7 @@ from tenfold.errors import TenfoldError
 from tenfold.nn.low_rank import LEFT, RIGHT, add_difference, differences, fold_difference, useful_rank
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import Holder, Layers, Sharing, check_fits, check_rank, patterns, ranks, tables, tied_pattern
+from tenfold.sharing.upcycling import check_frees, free_experts
 
 Moments = Literal["copy", "rescale", "reset", "measure"]
 
@@ -51,12 +54,14 @@ _KNOWN = {*_FIRST, *_SECOND, _LARGEST, "step", "RMS"}  # RMS: of the weights, in
 def delink(
     layers: Layers, optimizers: Sequence[Optimizer], after: Sharing, moments: Moments = "rescale", seed: int = 0
 ) -> list[nn.Parameter]:
-    """Free what `after` no longer shares among `layers`, in place, parameter by parameter; the freed parameters.
+    """Free what `after` no longer shares among `layers`, in place, parameter by parameter, then its experts; the freed
+    parameters.
 
-    What is shared now is seen from the layers themselves. The function they compute does not change. Optimizer groups
-    and state follow; gradients must be cleared first. With "measure" the state of the freed parameters is zero until a
-    `Measurement` of them has filled it. `seed` fixes the random halves of new differences. Raises TenfoldError, with
-    nothing changed, when `after` does not refine what is shared now, or when a state cannot be rescaled or measured.
+    What is shared now is seen from the layers themselves. The function they compute does not change: to the last bit
+    where layers are freed, to rounding where experts are. Optimizer groups and state follow; gradients must be cleared
+    first. With "measure" the state of the freed parameters is zero until a `Measurement` of them has filled it. `seed`
+    fixes the random halves of new differences. Raises TenfoldError, with nothing changed, when `after` does not refine
+    what is shared now, or when a state cannot be rescaled, measured or divided among experts.
     """
     places = tables(layers)
     check_fits(layers, after)
@@ -68,7 +73,8 @@ def delink(
         check_rank(pattern, min(after.rank, useful_rank(column[0].parameter)), max(shared, default=0), where)
         if any(parameter.grad is not None for holder in column for parameter in holder.parameters):
             raise TenfoldError(f"delinking: {name} has a gradient; clear gradients (optimizer.zero_grad()) first")
-    state = _State(optimizers)
+    state = State(optimizers)
+    check_frees(layers, state, after)
     if moments in ("rescale", "measure"):
         for column in places.values():
             state.check_known(column[0].parameter, moments)
@@ -84,15 +90,14 @@ def delink(
             if rank:
                 pair = add_difference(holder.module, holder.attribute, rank, f"{seed}/layers.{layer}.{name}")
                 for side, parameter in zip((LEFT, RIGHT), pair, strict=True):
-                    state.join(holder.parameter, parameter, name, layer, side)
+                    state.join(holder.parameter, parameter, name, layer, name + side)
             else:
                 fold_difference(holder.module, holder.attribute)
-    return freed
+    children, routers = free_experts(layers, state, after, moments)
+    return [each for each in freed if each not in children] + [*children.values(), *routers]
 
 
-def _untie(
-    name: str, column: Sequence[Holder], pattern: Pattern, state: _State, moments: Moments
-) -> list[nn.Parameter]:
+def _untie(name: str, column: Sequence[Holder], pattern: Pattern, state: State, moments: Moments) -> list[nn.Parameter]:
     """Free what `pattern` does not share of the parameter `name`, which `column` holds layer by layer."""
     before = tied_pattern(column)
     if pattern == before:
@@ -123,7 +128,7 @@ def _untie(
     return freed
 
 
-class _State:
+class State:
     """Where the optimizers keep each parameter."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -142,10 +147,11 @@ class _State:
             if moments == "measure" and is_traceable_wrapper_subclass(value):
                 raise TenfoldError(f"delinking cannot measure {key!r}, which is quantized; use moments = rescale")
 
-    def join(self, parent: nn.Parameter, child: nn.Parameter, name: str, layer: int, side: str = "") -> None:
+    def join(self, parent: nn.Parameter, child: nn.Parameter, name: str, layer: int, own: str | None = None) -> None:
         """Train `child`, of `layer`, with the optimizer of `parent`, in its group; it has no state as yet.
 
-        An optimizer made from `named_parameters` calls it by the name of `parent`, with the layer's number and `side`.
+        An optimizer made from `named_parameters` calls it as `parent`, whose name in its layer is `name`, but with this
+        layer's number and, if it has one, its `own` name.
         """
         if parent not in self._of:  # not trained
             return
@@ -153,7 +159,7 @@ class _State:
         if "param_names" in group:
             (place,) = (place for place, mine in enumerate(group["params"]) if mine is parent)
             old = group["param_names"][place]
-            group["param_names"].append(re.sub(rf"\d+\.{re.escape(name)}$", f"{layer}.{name}{side}", old))
+            group["param_names"].append(re.sub(rf"\d+\.{re.escape(name)}$", f"{layer}.{own or name}", old))
         group["params"].append(child)
 
     def carry(self, parent: nn.Parameter, child: nn.Parameter, moments: Moments, q: float) -> None:
@@ -173,6 +179,28 @@ class _State:
                     group[key][:] = [group[key][place] for place in stay]
             optimizer.state.pop(parameter, None)
 
+    def check_divides(self, parameter: nn.Parameter) -> None:
+        """Raise TenfoldError unless every state of a stack of sets [S, ...] is such a stack too, or one number."""
+        for key, value in self._of[parameter][0].state.get(parameter, {}).items() if parameter in self._of else ():
+            stack = not isinstance(value, Tensor) or not value.dim() or len(value) == len(parameter)
+            if not stack or is_traceable_wrapper_subclass(value):
+                raise TenfoldError(f"delinking cannot divide the optimizer state {key!r} among experts")
+
+    def divide(
+        self, parent: nn.Parameter, child: nn.Parameter, moments: Moments, copies: int, q: float, scale: float
+    ) -> None:
+        """Put `child`, which has `copies` of each set of weights of its parent end to end, in the parent's place."""
+        if parent not in self._of:
+            return
+        optimizer, group = self._of[child] = self._of.pop(parent)
+        group["params"][:] = [child if each is parent else each for each in group["params"]]
+        if parent in optimizer.state:
+            of_sets = carried(optimizer.state.pop(parent), group, moments, q, scale)
+            optimizer.state[child] = {
+                key: value.repeat_interleave(copies, 0) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in of_sets.items()
+            }
+
 
 def check_known(keys: Iterable[str], moments: Moments) -> None:
     """Raise TenfoldError unless all these kinds of state can be rescaled by `carried`, or measured."""
@@ -182,11 +210,13 @@ def check_known(keys: Iterable[str], moments: Moments) -> None:
 
 
 @torch.no_grad()
-def carried(state: dict[str, Any], group: dict[str, Any], moments: Moments, q: float) -> dict[str, Any]:
+def carried(
+    state: dict[str, Any], group: dict[str, Any], moments: Moments, q: float, scale: float = 1.0
+) -> dict[str, Any]:
     """A new state for one parameter, made from its parent's as the head of this file tells.
 
-    Element by element: a piece of the state, with `step` and the same piece of the other moments, becomes that piece of
-    the new one.
+    `scale` is the child's gradient over the parent's; that of layers is 1. Element by element: a piece of the state,
+    with `step` and the same piece of the other moments, becomes that piece of the new one.
     """
     empty = moments in ("reset", "measure")
     if empty and not state.keys() <= _KNOWN:
@@ -207,9 +237,11 @@ def carried(state: dict[str, Any], group: dict[str, Any], moments: Moments, q: f
         growth = noise.clamp_(min=0).mul_((q - 1) * corrections[1])
     for key in new.keys() & {*_SECOND, _LARGEST}:
         value, wide = new[key], _plain(new[key])
-        wide = wide.mul_(q) if growth is None else wide.add_(growth)
+        wide = (wide.mul_(q) if growth is None else wide.add_(growth)).mul_(scale**2)
         if wide is not value:
             value.copy_(wide)
+    for key in new.keys() & set(_FIRST) if scale != 1 else ():
+        new[key].copy_(_plain(new[key]).mul_(scale))
     return new
 
 

@@ -15,9 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tenfold.config.model import MoEConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.low_rank import add_difference, differences, held, rank_of, useful_rank
+from tenfold.nn.moe import MixtureOfExperts
 from tenfold.sharing.patterns import Pattern
+
+EXPERTS = ("layer", "prototype", "free")
+"""Which routed experts share one set of weights, from the coarsest to none."""
 
 PARTS = ("attention", "ffn", "experts", "router", "norms")
 """What a layer is made of. ffn: dense feed-forwards, an always active expert among them; experts: the routed ones."""
@@ -32,12 +37,14 @@ class Sharing:
 
     A part is one of `PARTS`, or a glob over the names that a layer's parameters have in it ("mlp.*"). With a `rank` the
     sharing is relaxed: to each matrix that it shares a layer adds a difference of that rank, its own (`nn.low_rank`),
-    and vectors, for which rank 1 would be everything, are not shared at all.
+    and vectors, for which rank 1 would be everything, are not shared at all. Inside of a layer its routed experts may
+    share too (`experts`, one of `EXPERTS`): all of them, or those of each prototype.
     """
 
     pattern: Pattern
     parts: tuple[str, ...] = PARTS
     rank: int = 0
+    experts: str = "free"
 
     def of(self, part: str, name: str = "", vector: bool = False) -> Pattern:
         """The pattern of a parameter that belongs to `part` and has `name` in its layer, and one dimension or more."""
@@ -46,12 +53,14 @@ class Sharing:
 
     def dump(self) -> dict[str, Any]:
         """What a checkpoint's manifest keeps of it; `load` reads it."""
-        return {"pattern": list(self.pattern.blocks), "parts": list(self.parts), "rank": self.rank}
+        parts = list(self.parts)
+        return {"pattern": list(self.pattern.blocks), "parts": parts, "rank": self.rank, "experts": self.experts}
 
     @classmethod
     def load(cls, manifest: dict[str, Any]) -> Sharing:
         """The sharing that a manifest tells."""
-        return cls(Pattern(manifest["pattern"]), tuple(manifest.get("parts", PARTS)), manifest.get("rank", 0))
+        parts = tuple(manifest.get("parts", PARTS))
+        return cls(Pattern(manifest["pattern"]), parts, manifest.get("rank", 0), manifest.get("experts", "free"))
 
     def segments(self) -> list[range]:
         """The segments: shortest runs of consecutive layers that no shared parameter crosses."""
@@ -63,23 +72,41 @@ class Sharing:
 
     def check_refines(self, coarser: Sharing, where: str) -> None:
         """Raise TenfoldError unless this one can be reached from `coarser` by delinking, part by part."""
+        check_experts_refine(self, coarser.experts, where)
         for part in PARTS:
+            if part == "router" and coarser.experts != "free":
+                continue  # there is none before
             mine, theirs = self.of(part), coarser.of(part)
             mine.check_refines(theirs, where if self.parts == coarser.parts else f"{where}: {part}")
             check_rank(mine, self.rank, coarser.rank, where)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sharing) or self.rank != other.rank:
+        if not isinstance(other, Sharing) or (self.rank, self.experts) != (other.rank, other.experts):
             return False
         return all(self.of(part) == other.of(part) for part in PARTS)
 
     def __hash__(self) -> int:
-        return hash((self.rank, *(self.of(part) for part in PARTS)))
+        return hash((self.rank, self.experts, *(self.of(part) for part in PARTS)))
 
     def __str__(self) -> str:
         all_of_them = self.parts == PARTS or self.pattern.stored_blocks == self.pattern.layers
         shared = str(self.pattern) if all_of_them else f"{self.pattern} of {', '.join(self.parts)}"
-        return f"{shared} + rank {self.rank}" if self.rank else shared
+        relaxed = f"{shared} + rank {self.rank}" if self.rank else shared
+        return relaxed if self.experts == "free" else f"{relaxed}, experts by {self.experts}"
+
+
+def check_experts_refine(after: Sharing, before: str, where: str) -> None:
+    """Raise TenfoldError unless delinking leads from one choice of `EXPERTS` to that of `after`."""
+    if after.experts != before and after.rank and after.of("experts").stored_blocks < after.pattern.layers:
+        raise TenfoldError(
+            f'{where}: experts = "{before}" cannot become "{after.experts}" while layers share them with differences '
+            f"of rank {after.rank}: free the layers first, or both at once"
+        )
+    if EXPERTS.index(after.experts) < EXPERTS.index(before):
+        raise TenfoldError(
+            f'{where}: experts = "{after.experts}" does not refine experts = "{before}"; delinking only frees experts, '
+            'from "layer" to "prototype" to "free"'
+        )
 
 
 def check_rank(pattern: Pattern, rank: int, before: int, where: str) -> None:
@@ -168,11 +195,16 @@ def tables(layers: Layers) -> dict[str, list[Holder]]:
 
 
 def tie(layers: Layers, sharing: Sharing) -> None:
-    """Make layers that share hold the parameters of the first of them. Nothing is averaged: the others' are let go.
+    """Make layers that share hold the parameters of the first of them, and experts that share one set of weights.
+    Nothing is averaged: the others' are let go.
 
     Differences of a relaxed sharing are zero at first. Raises TenfoldError when the layers are not alike or differ by
     some rank already, are not as many as the pattern's, or have nothing of a part.
     """
+    if sharing.experts != "free":
+        for each in layers:
+            for moe in mixtures(each, sharing.experts):
+                moe.share(sets_of(moe.config, sharing.experts))
     places = tables(layers)
     check_fits(layers, sharing)
     for name, column in places.items():
@@ -211,7 +243,10 @@ def check_fits(layers: Layers, sharing: Sharing) -> None:
     if sharing.parts == PARTS:
         return
     names = {name: part_of(layers[0], name) for name in holders(layers[0])}
+    routed = all(moe.router is not None for moe in mixtures(layers[0]))
     for part in sharing.parts:
+        if part == "router" and not routed:
+            continue
         if part not in names.values() and not any(fnmatchcase(name, part) for name in names):
             there = ", ".join(sorted(set(names.values())))
             raise TenfoldError(f"the layers have nothing of {part!r} to share; they have {there}")
@@ -231,6 +266,19 @@ def _check_rank_is_useful(layers: Layers, sharing: Sharing) -> None:
             f"rank = {sharing.rank} is more than any shared matrix can use: at {largest}, the smaller side of the "
             "largest, every layer can be anything already"
         )
+
+
+def sets_of(moe: MoEConfig, experts: str) -> int:
+    """How many sets of weights the experts of a layer have, for a choice of `EXPERTS`."""
+    return {"layer": 1, "prototype": moe.prototypes, "free": moe.experts}[experts]
+
+
+def mixtures(layer: nn.Module, needed_for: str = "free") -> list[MixtureOfExperts]:
+    """The mixtures of experts of a layer of ours; TenfoldError when it has none and experts are to share."""
+    found = [module for module in layer.modules() if isinstance(module, MixtureOfExperts)]
+    if needed_for != "free" and not found:
+        raise TenfoldError(f'experts = "{needed_for}": these layers have no mixture of experts of Tenfold\'s')
+    return found
 
 
 def tied_pattern(column: Sequence[Holder]) -> Pattern:

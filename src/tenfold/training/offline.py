@@ -31,7 +31,9 @@ class OfflineDelinking:
             raise TenfoldError(f"{out} exists already; give a new folder for the delinked checkpoint")
         self.out = out
         self.saved, self.moments = SavedCheckpoint(path), moments
-        self.after = Sharing(Pattern.parse(sharing, self.saved.config.layers), tuple(parts))
+        self.after = Sharing(
+            Pattern.parse(sharing, self.saved.config.layers), tuple(parts), experts=self.saved.sharing.experts
+        )
         self._weights, self._optimizer = self.saved.delinked(self.after, moments)
         if self._weights.keys() == self.saved.weights.keys():
             raise TenfoldError(f"{path} shares its layers as {self.saved.sharing} already: there is nothing to delink")
@@ -89,7 +91,11 @@ class OfflineDelinking:
         if run is not None and (run / "tokenizer.json").is_file():
             shutil.copyfile(run / "tokenizer.json", folder / "tokenizer.json")
         if run is not None and (run / "config.toml").is_file():
-            stage = {"sharing": list(self.after.pattern.blocks), "parts": list(self.after.parts)}
+            stage = {
+                "sharing": list(self.after.pattern.blocks),
+                "parts": list(self.after.parts),
+                "experts": self.after.experts,
+            }
             raw = read_toml(run / "config.toml") | {"stages": [stage | {"moments": self.moments}]}
             text = dump_toml(build(RunConfig, raw, str(run / "config.toml")))
             (folder / "config.toml").write_text(text, encoding="utf-8")

@@ -58,7 +58,6 @@ def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
     return optimizers
 
 
-@torch.no_grad()
 def materialize(optimizers: Sequence[Optimizer]) -> None:
     """Make the optimizer state that is not there yet, so that the first step needs no more memory than any other.
 

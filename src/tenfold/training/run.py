@@ -26,6 +26,7 @@ from tenfold.data.mixture import TrainingData
 from tenfold.data.sampling import PackedSequences
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.held_out import HeldOut
+from tenfold.evaluation.inference import inference
 from tenfold.evaluation.sets import evaluate
 from tenfold.hardware.carbon import grid_of
 from tenfold.hardware.device import describe_machine, matrix_rate
@@ -34,6 +35,7 @@ from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.tying import Sharing
+from tenfold.sharing.upcycling import tolerance
 from tenfold.training.energy import Ledger
 from tenfold.training.measuring import Coming, measure_moments
 from tenfold.training.observing import read_evaluations, similarity, write_sample
@@ -366,18 +368,21 @@ class Run:
         self.train.order = Order(phases_of(self.config, self.place.ends), self.config.training.seed)
 
     def _delink(self, before: Sharing, after: Sharing, config: StageConfig, coming_of: Stage) -> dict[str, Any]:
-        """Delink, and show that the function is the same to the last bit; what is told of it, for events.
+        """Delink, and show that the function is the same to the last bit; what is told of it, for events. Where experts are
+        freed it is the same to rounding: that is looked at in fp32, and with no token dropped.
 
         `config` says what moments freed layers start from, `coming_of` is the stage that the coming steps are of.
         """
         began, stored = time.monotonic(), count(self.model, 1).stored
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
-        logits = self._logits(probe)
+        upcycles = before.experts != after.experts
+        look = self._logits_in_fp32 if upcycles else self._logits
+        logits = look(probe)
         seed, start = self.config.training.seed, self.place.step
         freed = delink(self.model.layers, self.optimizers, after, config.moments, seed)
         materialize(self.optimizers)
         self._compile()
-        difference = (self._logits(probe) - logits).abs().max().item()
+        difference = (look(probe) - logits).abs().max().item()
         measured = self._measure(config, freed, coming_of, start)
         return {
             "pattern_from": str(before),
@@ -386,6 +391,7 @@ class Run:
             **measured,
             "logits_equal": difference == 0.0,
             "max_difference": difference,
+            **({"tolerance": tolerance(logits, len(self.model.layers))} if upcycles else {}),
             "stored_before": stored,
             "stored_after": count(self.model, 1).stored,
             "seconds": time.monotonic() - began,
@@ -411,6 +417,14 @@ class Run:
     def _logits(self, tokens: Tensor) -> Tensor:
         hidden, _ = self.model(tokens)
         return self.model.logits(hidden)
+
+    def _logits_in_fp32(self, tokens: Tensor) -> Tensor:
+        dtype, self.model.dtype = self.model.dtype, torch.float32
+        try:
+            with inference(self.model):
+                return self._logits(tokens)
+        finally:
+            self.model.dtype = dtype
 
     def _save(self, stage: Stage) -> None:
         self._where(stage)

@@ -164,6 +164,7 @@ def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, An
                 "sharing": stage.config.sharing,
                 **({} if stage.sharing.parts == PARTS else {"parts": stage.sharing.parts}),
                 **({"rank": stage.sharing.rank} if stage.sharing.rank else {}),
+                **({} if stage.sharing.experts == "free" else {"experts": stage.sharing.experts}),
                 "total_parameters": counts.total,
                 "stored_parameters": counts.stored,
                 "active_parameters": counts.active,

@@ -100,7 +100,8 @@ def plan_stages(config: RunConfig, ends: Mapping[str, int] | None = None) -> lis
     for number, stage in enumerate(config.stages):
         where = f"stages.{number} ({stage.name})"
         try:
-            sharing = Sharing(Pattern.parse(stage.sharing, config.model.layers), tuple(stage.parts), stage.rank)
+            pattern = Pattern.parse(stage.sharing, config.model.layers)
+            sharing = Sharing(pattern, tuple(stage.parts), stage.rank, stage.experts)
         except TenfoldError as error:
             raise TenfoldError(f"{where}: {error}") from None
         if stages:

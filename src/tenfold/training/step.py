@@ -115,7 +115,7 @@ def clear_gradients(optimizers: Sequence[Optimizer]) -> None:
 
 
 def routing_metrics(result: StepResult, config: RunConfig) -> dict[str, object]:
-    """What the metrics say of a step's routing; empty for a dense model.
+    """What the metrics say of a step's routing; empty where nothing is routed (a dense model, experts that share).
 
     `balance_loss` and `z_loss` per token, mean over layers, before their weights; `dropped_share` of all choices;
     `expert_load`: for each layer the share of its tokens' choices that fell on each expert.
@@ -125,6 +125,8 @@ def routing_metrics(result: StepResult, config: RunConfig) -> dict[str, object]:
         return {}
     statistics_LS, layers = result.statistics, len(result.statistics)
     loads_LE = statistics_LS[:, LOADS:]
+    if not loads_LE.any():
+        return {}
     choices = result.tokens * moe.prototypes * moe.top_k
     metrics: dict[str, object] = {
         "balance_loss": statistics_LS[:, BALANCE].sum().item() / (result.tokens * layers),
