@@ -148,9 +148,9 @@ def test_a_checkpoint_of_shared_experts_is_a_model_that_writes_and_is_evaluated(
     _, weights, _ = load_checkpoint(out / "checkpoints" / "step-00000004")
     assert weights.keys() == dict(model.named_parameters()).keys()
     capsys.readouterr()
-    assert main(["generate", str(out), "--step", "4", "--tokens", "8", "--prompt", "a"]) == 0
+    assert main(["generate", str(out), "--checkpoint", "4", "--tokens", "8", "--prompt", "a"]) == 0
     assert capsys.readouterr().out.strip()
-    assert main(["eval", str(out), "--step", "4"]) == 0
+    assert main(["eval", str(out), "--checkpoint", "4"]) == 0
 
 
 def test_delinking_with_a_limited_capacity_is_compared_without_dropping(

@@ -62,6 +62,11 @@ class SavedCheckpoint:
                 "stage frees the layers"
             )
         after.check_refines(self.sharing, f"delinking {self.path}")
+        if after.experts != self.sharing.experts:
+            raise TenfoldError(
+                f"delinking {self.path}: its experts share by {self.sharing.experts}, and a run alone can free them: "
+                f'train on with experts = "{self.sharing.experts}" first, and free them in the next stage'
+            )
         origins = self._origins(after)
         states: dict[str, list[str]] = {}
         for name in self.optimizer:
