@@ -368,8 +368,9 @@ class Run:
         self.train.order = Order(phases_of(self.config, self.place.ends), self.config.training.seed)
 
     def _delink(self, before: Sharing, after: Sharing, config: StageConfig, coming_of: Stage) -> dict[str, Any]:
-        """Delink, and show that the function is the same to the last bit; what is told of it, for events. Where experts are
-        freed it is the same to rounding: that is looked at in fp32, and with no token dropped.
+        """Delink, and show that the function is the same to the last bit; what is told of it, for events.
+
+        Where experts are freed it is the same to rounding: that is looked at in fp32, and with no token dropped.
 
         `config` says what moments freed layers start from, `coming_of` is the stage that the coming steps are of.
         """
