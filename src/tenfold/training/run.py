@@ -371,7 +371,6 @@ class Run:
         """Delink, and show that the function is the same to the last bit; what is told of it, for events.
 
         Where experts are freed it is the same to rounding: that is looked at in fp32, and with no token dropped.
-
         `config` says what moments freed layers start from, `coming_of` is the stage that the coming steps are of.
         """
         began, stored = time.monotonic(), count(self.model, 1).stored
