@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 from tenfold.integrations.transformers import SharingCallback  # noqa: E402
 
 STAGES = [("30%", "all"), (4, {"groups": 2}), ("100%", "none")]  # of 6 steps: 2, 2, 2
-KINDS = {"gpt2": "transformer.h", "llama": "model.layers"}
+KINDS = {"gpt2": "transformer.h", "llama": "model.layers", "mixtral": "model.layers"}
 
 
 class Samples(Dataset):
@@ -45,11 +45,13 @@ def _make(kind):
             vocab_size=50, n_embd=16, n_layer=4, n_head=2, n_positions=16, bos_token_id=None, eos_token_id=None
         )
         return transformers.GPT2LMHeadModel(config)
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
-        max_position_embeddings=16, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    size = {
+        "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 16, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if kind == "mixtral":
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**size, num_local_experts=4))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, tie_word_embeddings=True))
 
 
 def trainer(folder, model, callback, model_init=None, **more):
@@ -201,6 +203,27 @@ def test_a_model_that_the_trainer_makes_shares_from_the_first_step(tmp_path):
     for run in (made, by_hand):
         run.train()
     assert equal(weights(made.model), weights(by_hand.model))
+
+
+def test_after_training_experts_are_saved_as_transformers_names_them(uninterrupted, tmp_path):
+    kind, folder, run, _ = uninterrupted
+    run.save_model(str(tmp_path))
+    safetensors = pytest.importorskip("safetensors.torch")
+    saved, checkpoint = (
+        safetensors.load_file(f"{place}/model.safetensors").keys() for place in (tmp_path, folder / "checkpoint-6")
+    )
+    assert (saved == checkpoint) == (kind != "mixtral")
+    for place in (tmp_path, folder / "checkpoint-6"):
+        assert equal(weights(type(run.model).from_pretrained(place)), weights(run.model))
+
+
+def test_weights_under_names_that_the_trainer_does_not_read_back_are_refused(tmp_path):
+    model = make("mixtral")
+    plain = trainer(tmp_path, model, None, max_steps=1)
+    plain.train()
+    again = trainer(tmp_path, make("mixtral"), SharingCallback("model.layers", STAGES))
+    with pytest.raises(TenfoldError, match=r"the checkpoint has model\.layers\.0\..*, and the model no such parameter"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_a_model_with_the_callback_is_copied_and_pickled(tmp_path):

@@ -223,6 +223,8 @@ def test_what_is_not_a_list_of_layers_is_refused():
         tenfold.share(model.layers, parts=("router",))
     with pytest.raises(TenfoldError, match=r"expected an optimizer .* found str"):
         tenfold.share(model.layers, optimizer="adamw")
+    with pytest.raises(TenfoldError, match=r"expected an optimizer .* found int"):
+        tenfold.delink(model.layers, 5)
     with pytest.raises(TenfoldError, match=r"moments = 'scale' is unknown; it is one of copy, rescale, reset"):
         tenfold.delink(model.layers, moments="scale")
 
@@ -290,3 +292,47 @@ def test_freeing_in_another_way_than_was_shared_is_refused():
     tenfold.share(model.layers, {"groups": 2})
     with pytest.raises(TenfoldError, match=r"\(0,1,0,1\) does not refine \(0,0,1,1\)"):
         tenfold.delink(model.layers, pattern={"cycle": 2})
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_sharded_parameters_are_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = Model(), init_device_mesh("cpu", (1,))
+    tenfold.share(model.layers, {"groups": 2})
+    free = Model()
+    for layer in free.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(list(model.layers), mesh=mesh)
+    for refused in (lambda: tenfold.share(free.layers), lambda: tenfold.delink(model.layers)):
+        with pytest.raises(TenfoldError, match=r"layer 0: 0\.weight is sharded \(FSDP or DTensor\)"):
+            refused()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_distributed_data_parallel_sees_the_mean_and_is_made_anew_after_delinking():
+    from torch.nn.parallel import DistributedDataParallel
+
+    def gradients(wrap):
+        model = Model()
+        tenfold.share(model.layers, "sandwich")
+        found = []
+        for pattern in ("sandwich", "none"):
+            tenfold.delink(model.layers, pattern=pattern)
+            wrap(model)(X).square().mean().backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+            model.zero_grad()
+        return found
+
+    for mine, theirs in zip(gradients(DistributedDataParallel), gradients(lambda model: model), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -8,6 +8,9 @@ parameter once. At the end of a stage, after the optimizer's step, layers are de
 A checkpoint's weights are written once for all layers that share them, and so the names in it tell which stage it is
 of. When such weights are loaded into the model, it shares as they do before they go in. The Trainer loads them before
 it makes its optimizer, which therefore has the parameters of the checkpoint's stage, in the same order.
+
+`save_pretrained` writes the experts of several models under names that the Trainer, which loads a state dict as it is,
+does not read back: it would go on with random experts. While it trains, weights keep the model's own names in files.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ except ImportError as error:  # pragma: no cover - the package is there in tests
     ) from error
 
 _log = logging.getLogger(__name__)
+_RENAMING = "_weight_conversions"  # of a model of transformers: what save_pretrained undoes; [] is nothing
 
 
 class SharingCallback(TrainerCallback):
@@ -62,6 +66,8 @@ class SharingCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         self._optimizers = [optimizer]
+        self._renaming = vars(model).get(_RENAMING)
+        setattr(model, _RENAMING, [])
         self._attach(model)  # a model that `model_init` made, or a Trainer that was made without this callback
         number, now = self._stages.at(state.global_step, state.max_steps), self._stages.of(self._layers(model))
         if now is not None and now > number:
@@ -81,6 +87,9 @@ class SharingCallback(TrainerCallback):
         number = self._stages.at(state.global_step, state.max_steps)
         if number > self._number:
             self._enter(model, number, state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        setattr(model, _RENAMING, self._renaming)
 
     def _attach(self, model: nn.Module) -> None:
         """Bring a model that is new here to the first stage, and be there when it is given weights."""
@@ -102,6 +111,7 @@ class SharingCallback(TrainerCallback):
         layers = self._layers(model)
         paths = {module: path for path, module in model.named_modules()}
         names = {name: [f"{paths[layer]}.{name}" for layer in layers] for name in tables(layers)}
+        self._check_names(model, names, weights)
         written = {name: {layer for layer, full in enumerate(names[name]) if full in weights} for name in names}
         written = {name: there for name, there in written.items() if there}
         if not written:
@@ -115,6 +125,17 @@ class SharingCallback(TrainerCallback):
             for block, full in zip(pattern.blocks, names[name], strict=True):
                 if (first := names[name][pattern.first_layer(block)]) in weights:
                     weights.setdefault(full, weights[first])
+
+    def _check_names(self, model: nn.Module, names: dict[str, list[str]], weights: dict[str, Tensor]) -> None:
+        """Raise TenfoldError for weights that are a layer's by their name and that the model does not have."""
+        own = {*model.state_dict(), *(full for column in names.values() for full in column)}
+        paths = tuple({full.removesuffix(name) for name, column in names.items() for full in column})
+        for key in weights:
+            if key.startswith(paths) and key not in own:
+                raise TenfoldError(
+                    f"the checkpoint has {key}, and the model no such parameter: the Trainer does not read weights "
+                    "under the names of from_pretrained. Make the model by from_pretrained from it, and begin there"
+                )
 
     def _stage_of(self, layers: Layers, written: dict[str, set[int]]) -> tuple[int, bool]:
         """The first stage that may have written a parameter of these layers, and whether they are all it writes."""

@@ -118,7 +118,7 @@ def read_sharing(pattern: PatternSpec, parts: Iterable[str], layers: int) -> Sha
 
 
 def _listed(optimizer: Optimizers) -> list[Optimizer]:
-    found = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    found: list[Any] = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
     for one in found:
         if not isinstance(one, Optimizer):
             raise TenfoldError(f"expected an optimizer of torch.optim's kind, or several; found {type(one).__name__}")
