@@ -59,8 +59,8 @@ def test_the_library_example_runs() -> None:
     (code,) = blocks("python")
     scope: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), scope)
-    model = scope["model"]
-    assert len({layer.attention.wq.weight for layer in model.layers}) == 6  # type: ignore[attr-defined]
+    layers = scope["model"].model.layers  # type: ignore[attr-defined]
+    assert len({layer.self_attn.q_proj.weight for layer in layers}) == 6
 
 
 def test_files_that_are_linked_exist() -> None:
