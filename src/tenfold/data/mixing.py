@@ -34,8 +34,8 @@ _KEPT = 1024
 class Phase:
     """Samples `first` .. `last` - 1 of a run, with one weight for each source. Weights need not add up to 1.
 
-    `planned`: where it was to end when it began, for one that was cut short. Its samples are those of the plan, and
-    what follows begins from what it did give.
+    `planned`: where it was to end when it began, for one that was cut short (`cut_short`): its blocks are those of the
+    plan.
     """
 
     first: int
@@ -81,7 +81,7 @@ class Order:
         for phase in joined(phases):
             laid = _lay(phase, before)
             self._phases.append(laid)
-            before = tuple(map(sum, zip(before, self._taken(len(self._phases) - 1), strict=True)))
+            before = tuple(map(sum, zip(before, laid.given(laid.last - laid.first), strict=True)))
 
     def __call__(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Source and index in it of samples first .. first + count - 1, two int64 [count]."""
@@ -106,20 +106,6 @@ class Order:
         by whole blocks and then by weight."""
         phase = self._phases[self._phase_of(max(samples - 1, 0))]
         return [old + new for old, new in zip(phase.before, phase.given(samples - phase.first), strict=True)]
-
-    def _taken(self, number: int) -> list[int]:
-        """What a phase gives of each source up to its end, exactly, in the middle of a block too."""
-        phase = self._phases[number]
-        samples = phase.last - phase.first
-        if phase.last == phase.planned:
-            return phase.given(samples)
-        block = min(samples // phase.block, phase.blocks - 1)
-        counts, left = np.array(phase.given(phase.border(block))), samples - phase.border(block)
-        for part in range(-(-left // _KEPT)):
-            sources = self._part(number, block, part)[0][: left - part * _KEPT]
-            counts += np.bincount(sources, minlength=len(counts))
-        found: list[int] = counts.tolist()
-        return found
 
     def _phase_of(self, sample: int) -> int:
         for number, phase in enumerate(self._phases):
@@ -147,6 +133,19 @@ def joined(phases: Sequence[Phase]) -> list[Phase]:
         if found and found[-1].weights == phase.weights and found[-1].planned is None:
             phase = Phase(found.pop().first, phase.last, phase.weights, phase.planned)
         found.append(phase)
+    return found
+
+
+def cut_short(phases: Sequence[Phase], sample: int) -> list[Phase]:
+    """The phases, ended at the first border of blocks from `sample` on, where no source has given a part of a block."""
+    found = []
+    for phase in joined(phases):
+        if phase.first < sample < phase.last:
+            laid = _lay(phase, (0,) * len(phase.weights))
+            block = min(-(-(sample - phase.first) // laid.block), laid.blocks)
+            phase = Phase(phase.first, phase.first + laid.border(block), phase.weights, laid.planned)
+        if phase.first < sample:
+            found.append(phase)
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tenfold.config.run import RunConfig
-from tenfold.data.mixing import MixedSequences, Phase, joined
+from tenfold.data.mixing import MixedSequences, Phase, cut_short
 from tenfold.training.stages import Stage, plan_stages
 
 REPEATED_OFTEN = 4
@@ -16,20 +16,21 @@ REPEATED_OFTEN = 4
 def phases_of(config: RunConfig, ends: Mapping[str, int]) -> list[Phase]:
     """The stretches of constant weights, of a run whose rules ended stages at the steps in `ends`, in their order.
 
-    What was laid out before a decision stays as it was up to it: each decision cuts the plan that it found.
+    What was laid out before a decision stays as it was up to it, and to the end of the block of samples that it falls
+    into: the weights of what follows begin there.
     """
-    phases, decided = joined(_phases(plan_stages(config))), {}
+    phases, decided = _phases(plan_stages(config)), {}
     for name, step in ends.items():
         decided[name] = step
         stages = plan_stages(config, decided)
         number = [stage.name for stage in stages].index(name)
-        cut = stages[number].sample_at(step)
-        before = [
-            phase if phase.last <= cut else Phase(phase.first, cut, phase.weights, phase.planned or phase.last)
-            for phase in phases
-            if phase.first < cut
+        phases = cut_short(phases, stages[number].sample_at(step))
+        begin = phases[-1].last
+        phases += [
+            Phase(max(phase.first, begin), phase.last, phase.weights)
+            for phase in _phases(stages[number + 1 :])
+            if phase.last > begin
         ]
-        phases = before + joined(_phases(stages[number + 1 :]))
     return phases
 
 

@@ -29,6 +29,7 @@ from tenfold.config.run import RunConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.correlation import LayerGradients, aliases, drop_gradients
 from tenfold.training.measuring import Coming
+from tenfold.training.setup import shape_of
 from tenfold.training.stages import Stage, watched_pairs
 from tenfold.training.step import backward, micro_batches_of
 
@@ -153,7 +154,7 @@ def step_times(
     """
     parts, valid_tokens = micro_batches_of(coming.batch, config, coming.first_sample, coming.pieces)
 
-    def best() -> tuple[float, int]:
+    def best() -> float:
         hooks, found = drop_gradients(model.parameters()), math.inf
         for number in range(_TIMED_PASSES + 1):  # one to get ready
             _wait(coming.batch.device)
@@ -163,11 +164,15 @@ def step_times(
             found = min(found, time.monotonic() - began) if number else found
         for hook in hooks:
             hook.remove()
-        return found * len(parts), sum(parameter.numel() for parameter in model.parameters())
+        return found * len(parts)
 
-    now, stored = best()
+    now = best()
     with aliases(model.layers, following.sharing, lambda _name, kind: kind.after):
-        after, stored_after = best()
+        after = best()
+    stored, stored_after = (
+        sum(parameter.numel() for parameter in module.parameters())
+        for module in (model, shape_of(config, following.sharing))
+    )
     step = now if math.isnan(step_seconds) else step_seconds
     return {
         "step_seconds": step,
