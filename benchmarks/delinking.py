@@ -5,10 +5,11 @@ choice of `moments`, over several seeds, all for the same tokens. Prints held-ou
 deviation over seeds), loss right after delinking and some steps later, and training seconds. With `--objective masked`
 the model is an encoder, and its accuracy on masked tokens is printed besides. With `--experts` it is a mixture of 8
 experts in 2 prototypes, which share one set of weights in the first part of the run; `--sharing none` then leaves the
-layers free throughout.
+layers free throughout. With `--rank 8` every run that shares is made once more with a relaxed stage of that rank after
+the first stage, which lasts as long again.
 
     python benchmarks/delinking.py [--seeds 3] [--tokens 300000] [--share 0.25] [--sharing all]
-        [--moments copy rescale reset] [--objective next-token] [--experts layer]
+        [--moments copy rescale reset] [--objective next-token] [--experts layer] [--rank 0]
 """
 
 from __future__ import annotations
@@ -35,14 +36,23 @@ MIXTURE = {"experts": 8, "prototypes": 2, "ffn": 192, "balance_loss": 0.01}
 
 
 def configuration(
-    seed: int, tokens: int, share: float, sharing: Any, moments: str | None, objective: str, experts: str
+    seed: int,
+    tokens: int,
+    share: float,
+    sharing: Any,
+    moments: str | None,
+    objective: str,
+    experts: str = "free",
+    rank: int = 0,
 ) -> RunConfig:
-    """The run of one seed; `moments` None never shares."""
+    """The run of one seed; `moments` None never shares, `rank` 0 has no relaxed stage."""
     real: dict[str, Any] = {"name": "real", "sharing": "none"}
     stages = [real]
     if moments is not None:
         pseudo = {"name": "pseudo", "sharing": sharing, "until": {"share": share}, "experts": experts}
         stages = [pseudo, {**real, "moments": moments}]
+        if rank:
+            stages[1:1] = [{**pseudo, "name": "relaxed", "rank": rank, "until": {"share": 2 * share}}]
     raw = {
         "model": {
             "objective": objective,
@@ -87,7 +97,7 @@ def measure(config: RunConfig) -> dict[str, float]:
     for event in events:
         if "masked_accuracy" in event:
             found["accuracy"] = event["masked_accuracy"]  # the last one stays
-        if event["event"] == "delink":
+        if event["event"] == "delink":  # the last one stays
             assert logits_kept(event)
             at = event["step"]
             # The change of the loss over the first steps after delinking: a bad hand-over shows here.
@@ -106,23 +116,26 @@ def main() -> None:
     parser.add_argument("--moments", nargs="+", default=["copy", "rescale", "reset"])
     parser.add_argument("--objective", default="next-token")
     parser.add_argument("--experts", choices=["free", "prototype", "layer"], default="free")
+    parser.add_argument("--rank", type=int, default=0)
     arguments = parser.parse_args()
     table = Table("run", "final loss", "difference to never", "loss change after delinking", "seconds", box=None)
     masked = arguments.objective == "masked"
     if masked:
         table.add_column("masked tokens right")
     console, never = Console(), []
-    for moments in (None, *arguments.moments):
+    kinds = [(None, 0), *((moments, rank) for moments in arguments.moments for rank in sorted({0, arguments.rank}))]
+    for moments, rank in kinds:
+        name = "never shared" if moments is None else f"shared, {f'rank {rank}, ' if rank else ''}{moments}"
         found = []
         for seed in range(1, arguments.seeds + 1):
             how = (arguments.tokens, arguments.share, arguments.sharing, moments, arguments.objective)
-            config = configuration(seed, *how, arguments.experts)
+            config = configuration(seed, *how, arguments.experts, rank)
             found.append(measure(config))
-            console.print(f"{moments or 'never shared'}, seed {seed}: {found[-1]}")
+            console.print(f"{name}, seed {seed}: {found[-1]}")
         finals = [each["final"] for each in found]
         never = never or finals
         table.add_row(
-            f"shared, {moments}" if moments else "never shared",
+            name,
             _spread(finals),
             _spread([mine - theirs for mine, theirs in zip(finals, never, strict=True)]),
             _spread([each["after"] for each in found]) if moments else "",

@@ -175,6 +175,48 @@ def test_names_in_an_optimizer_go_along():
     assert group["param_names"] == [name for name, _ in model.named_parameters()]
 
 
+def test_layers_that_share_may_differ_by_a_low_rank_until_they_are_free():
+    model = Model()
+    tenfold.share(model.layers)
+    optimizer = AdamW(model.named_parameters())
+    train(model, optimizer)
+    (group,) = optimizer.param_groups
+    before = model(X)
+    tenfold.delink(model.layers, optimizer, "all", rank=3)
+    assert torch.equal(model(X), before)
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
+    with pytest.raises(TenfoldError, match="low-rank differences"):
+        tenfold.share(model.layers, optimizer=optimizer)
+
+    # The mean gradient for the matrix, and for each difference its layer's own.
+    weight, layer = model.layers[0][1]._parameters["weight"], model.layers[2][1]
+    gradients = []
+
+    def note(_, inputs, output):
+        output.register_hook(lambda gradient: gradients.append((gradient, inputs[0])))
+
+    handles = [one[1].register_forward_hook(note) for one in model.layers]
+    model(X).square().mean().backward()
+    each = [grad.T @ x for grad, x in gradients]  # from the last layer to the first
+    torch.testing.assert_close(weight.grad, torch.stack(each).mean(0))
+    torch.testing.assert_close(layer.weight_left.grad, each[1] @ layer.weight_right.T)
+    for handle in handles:
+        handle.remove()
+    optimizer.zero_grad()
+
+    train(model, optimizer)
+    assert set(optimizer.state) == set(model.parameters())
+    before = model(X)
+    tenfold.delink(model.layers, optimizer)
+    assert torch.equal(model(X), before)
+    assert patterns(model.layers) == {Pattern(range(4))}
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
+    assert set(optimizer.state) == set(model.parameters())
+    train(model, optimizer)
+    with pytest.raises(TenfoldError, match="rank = -1"):
+        tenfold.delink(model.layers, rank=-1)
+
+
 def test_a_parameter_that_nobody_trains_stays_untrained():
     model = Model()
     tenfold.share(model.layers)

@@ -22,7 +22,7 @@ from tenfold.config.run import OptimConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.delinking import Moments, delink
 from tenfold.sharing.patterns import Pattern
-from tenfold.sharing.tying import PARTS, Sharing
+from tenfold.sharing.tying import PARTS, Sharing, tie
 from tenfold.training.offline import OfflineDelinking
 from tenfold.training.optimizers import build_optimizers, state_tensors
 from tenfold.training.setup import load_model
@@ -111,6 +111,44 @@ def test_the_result_is_to_the_last_bit_what_delinking_in_memory_saves(
     manifest, _, _ = load_checkpoint(made)
     assert Sharing.load(manifest) == fine
     assert manifest["delinked_from"]["pattern"] == list(coarse.pattern.blocks)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize(("before", "parts"), [("all", PARTS), ("sandwich", PARTS), ("all", ("experts", "attention"))])
+def test_low_rank_differences_are_folded_in_as_in_memory(
+    tiny_decoder: Callable[..., Decoder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    before: Any,
+    parts: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(tensors, "PIECE", 100)  # pieces begin and end within rows, and cross from expert to expert
+    model = tiny_decoder("none", dtype=torch.float32, moe=MOE)
+    relaxed, free = Sharing(Pattern.parse(before, 4), parts, rank=3), Sharing(Pattern(range(4)))
+    tie(model.layers, relaxed)
+    optimizers = trained(model, optimizer)
+    source = save(tmp_path / "coarse" / "checkpoints", model, optimizers, relaxed)
+    delink(model.layers, optimizers, free)
+    expected = load_checkpoint(save(tmp_path / "memory", model, optimizers, free))
+    found = load_checkpoint(OfflineDelinking(source, tmp_path / "fine", "none", PARTS, "rescale").write())
+    for mine, theirs in zip(found[1:], expected[1:], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(mine[name], tensor, rtol=1e-6, atol=1e-6, msg=name)
+    assert all(torch.equal(found[2][name], tensor) for name, tensor in expected[2].items())
+
+
+def test_layers_that_differ_are_not_left_sharing(
+    tiny_decoder: Callable[..., Decoder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_decoder("none", dtype=torch.float32)
+    relaxed = Sharing(Pattern([0] * 4), rank=3)
+    tie(model.layers, relaxed)
+    source = save(tmp_path / "run" / "checkpoints", model, trained(model, "adamw"), relaxed)
+    told = refused(["delink", str(source), str(tmp_path / "out"), "--sharing", "groups=2"], capsys)
+    assert "differences of rank 3" in told
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_state_that_made_no_step_yet_is_carried_too(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> None:

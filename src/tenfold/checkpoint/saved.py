@@ -16,8 +16,10 @@ from tenfold.config.load import build
 from tenfold.config.model import ModelConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.low_rank import LEFT, RIGHT
 from tenfold.sharing.delinking import Moments, carried, check_known
-from tenfold.sharing.tying import Sharing, part_of, tables, tie
+from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import Sharing, patterns, ranks, tables, tie
 
 _LAYER = "layers.{}.{}"
 
@@ -35,9 +37,7 @@ class SavedCheckpoint:
         with torch.device("meta"):
             model = Decoder(self.config, self.manifest["sequence_length"])
         tie(model.layers, self.sharing)
-        places = tables(model.layers)
-        self._parts = {name: part_of(model.layers[0], name) for name in places}
-        self._vectors = {name for name, column in places.items() if column[0].parameter.dim() < 2}
+        self._layers, self._places = model.layers, tables(model.layers)
         told = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         found = {name: stored.shape for name, stored in self.weights.items()}
         for name in sorted(told.keys() | found.keys()):
@@ -50,22 +50,20 @@ class SavedCheckpoint:
     def delinked(self, after: Sharing, moments: Moments) -> tuple[dict[str, Stored], dict[str, Stored]]:
         """Weights and optimizer state as `sharing.delinking.delink` would leave them, to the last bit.
 
-        Layer i has what the block that it used has. Low-rank differences that `after` has and the file has not are new,
-        and not among them. Raises TenfoldError when `after` does not refine what is shared in
-        the file, or when the state cannot be carried.
+        Layer i has what the block that it used has; low-rank differences are folded in to rounding, and those that
+        begin (`begun`) are left out. Raises TenfoldError when `after` does not refine what is shared in the file, or
+        when the state cannot be carried.
         """
-        if after == self.sharing:
-            return dict(self.weights), dict(self.optimizer)
-        if self.sharing.rank:
-            raise TenfoldError(
-                f"{self.path} has low-rank differences, which are folded in memory alone: resume its run, whose next "
-                "stage frees the layers"
-            )
         after.check_refines(self.sharing, f"delinking {self.path}")
         if after.experts != self.sharing.experts:
             raise TenfoldError(
                 f"delinking {self.path}: its experts share by {self.sharing.experts}, and a run alone can free them: "
                 f'train on with experts = "{self.sharing.experts}" first, and free them in the next stage'
+            )
+        if self.sharing.rank and after.rank > self.sharing.rank:
+            raise TenfoldError(
+                f"{self.path} has differences of rank {self.sharing.rank}, which grow in a run alone, from stage to "
+                f"stage: begin with rank = {self.sharing.rank}"
             )
         origins = self._origins(after)
         states: dict[str, list[str]] = {}
@@ -86,7 +84,16 @@ class SavedCheckpoint:
                     pieces = partial(self._carried, source, key, moments, q)
                     stored = Stored(stored.dtype, stored.shape, pieces)
                 optimizer[f"{name}/{key}"] = stored
+        for name, had, rank in self._differences(after):
+            if had and not rank:
+                matrix = weights[name]
+                weights[name] = Stored(matrix.dtype, matrix.shape, partial(self._folded, matrix, name))
         return weights, optimizer
+
+    def begun(self, after: Sharing) -> set[str]:
+        """The parameters of low-rank differences that the file has not, and a model that shares as `after` has."""
+        names = [name for name, had, rank in self._differences(after) if rank and not had]
+        return {name + side for name in names for side in (LEFT, RIGHT)}
 
     def freed(self, after: Sharing) -> set[str]:
         """The parameters that delinking frees."""
@@ -96,15 +103,46 @@ class SavedCheckpoint:
         """For each parameter after delinking: the one in the file that it comes from, and how many shared it then for
         each that shares it now."""
         origins = {name: (name, 1.0) for name in self.weights if not name.startswith("layers.")}
-        for name, part in self._parts.items():
-            vector = name in self._vectors
-            before, pattern = self.sharing.of(part, name, vector), after.of(part, name, vector)
+        before_after = self._patterns(self.sharing), self._patterns(after)
+        for name in self._places:
+            before, pattern = (patterns[name] for patterns in before_after)
             for block in range(pattern.stored_blocks):
                 layer = pattern.first_layer(block)
                 parent = before.blocks[layer]
                 source = _LAYER.format(before.first_layer(parent), name)
                 origins[_LAYER.format(layer, name)] = (source, before.uses(parent) / pattern.uses(block))
+        for name, had, rank in self._differences(after):
+            if had and rank:
+                origins |= {name + side: (name + side, 1.0) for side in (LEFT, RIGHT)}
         return origins
+
+    def _patterns(self, sharing: Sharing) -> dict[str, Pattern]:
+        return patterns(self._layers, self._places, sharing)
+
+    def _differences(self, after: Sharing) -> Iterator[tuple[str, int, int]]:
+        """Each weight of a layer with the rank of its difference in the file, and after delinking."""
+        before_after = [(sharing, self._patterns(sharing)) for sharing in (self.sharing, after)]
+        for name, column in self._places.items():
+            had, now = (ranks(patterns[name], sharing, column) for sharing, patterns in before_after)
+            for layer in range(len(column)):
+                yield _LAYER.format(layer, name), had[layer], now[layer]
+
+    def _folded(self, matrix: Stored, name: str) -> Iterator[Tensor]:
+        """The pieces of a matrix, or stack of matrices, with the difference of the weight `name` added."""
+        left, right = (
+            torch.cat(list(stored.pieces())).view(-1, *stored.shape[-2:]).double()
+            for stored in (self.weights[name + LEFT], self.weights[name + RIGHT])
+        )
+        rows, columns, begin = left.shape[1], right.shape[2], 0
+        for piece in matrix.pieces():
+            first, last = begin // columns, -(-(begin + len(piece)) // columns)  # rows of the stack, end to end
+            parts = []
+            for index in range(first // rows, -(-last // rows)):
+                inside = slice(max(first - index * rows, 0), min(last - index * rows, rows))
+                parts.append(left[index, inside] @ right[index])
+            difference = torch.cat(parts).flatten()[begin - first * columns :][: len(piece)]
+            yield (piece.double() + difference).to(piece.dtype)
+            begin += len(piece)
 
     def _carried(self, source: str, key: str, moments: Moments, q: float) -> Iterator[Tensor]:
         """The pieces of one kind of state of a freed parameter."""

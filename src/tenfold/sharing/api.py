@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from torch import nn
@@ -21,6 +22,7 @@ from tenfold.sharing.tying import (
     Layers,
     Sharing,
     check_fits,
+    check_plain,
     holders,
     part_of,
     tables,
@@ -54,6 +56,7 @@ def share(
     if sharing.pattern.stored_blocks == len(layers):
         raise TenfoldError(f"sharing {sharing.pattern} shares nothing: every layer is on its own in it")
     check_fits(layers, sharing)
+    check_plain(places)
     optimizers = _listed(optimizer)
     kept: dict[nn.Parameter, nn.Parameter] = {}
     for name, column in places.items():
@@ -74,6 +77,7 @@ def delink(
     *,
     parts: Iterable[str] = PARTS,
     moments: Moments = "rescale",
+    rank: int = 0,
 ) -> list[nn.Parameter]:
     """Give layers that shared parameters of their own, in place, and the optimizer's state with them; the freed ones.
 
@@ -81,6 +85,10 @@ def delink(
     before. The model's function does not change. `moments` says what the state of freed parameters starts from: copy,
     rescale, reset, or measure, which leaves it zero for a `tenfold.Measurement` of the parameters that are returned
     (`tenfold.sharing.delinking` has the formulas). Clear gradients first.
+
+    With a `rank` layers that go on sharing matrices get low-rank differences to them, their own: relaxed sharing, from
+    `pattern="all", rank=8` after `share(layers)` to no more than `delink(layers)` later. A module's `weight` is then
+    the sum; the differences are parameters beside it, `weight_left` and `weight_right`, trained in its group.
 
     Freed parameters go into the group of the parameter that they come from. The parameters of `layers` then stand in
     each group in the order of the layers, which is that of an optimizer made anew from `model.parameters()`: its
@@ -92,7 +100,9 @@ def delink(
     _examine(layers)
     if moments not in get_args(Moments):
         raise TenfoldError(f"moments = {moments!r} is unknown; it is one of {', '.join(get_args(Moments))}")
-    sharing = read_sharing(pattern, parts, len(layers))
+    if rank < 0:
+        raise TenfoldError(f"rank = {rank}: give 0, or the rank of differences")
+    sharing = replace(read_sharing(pattern, parts, len(layers)), rank=rank)
     optimizers = _listed(optimizer)
     averages = averages_gradients(layers)
     freed = delinking.delink(layers, optimizers, sharing, moments)

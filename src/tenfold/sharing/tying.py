@@ -207,9 +207,7 @@ def tie(layers: Layers, sharing: Sharing) -> None:
                 moe.share(sets_of(moe.config, sharing.experts))
     places = tables(layers)
     check_fits(layers, sharing)
-    for name, column in places.items():
-        if any(holder.rank for holder in column):
-            raise TenfoldError(f"{name} of the layers has low-rank differences: delink them, which folds those in")
+    check_plain(places)
     for name, pattern in patterns(layers, places, sharing).items():
         column = places[name]
         for holder, block in zip(column, pattern.blocks, strict=True):
@@ -217,6 +215,13 @@ def tie(layers: Layers, sharing: Sharing) -> None:
         for layer, rank in enumerate(ranks(pattern, sharing, column)):
             if rank:
                 add_difference(column[layer].module, column[layer].attribute, rank, f"0/layers.{layer}.{name}")
+
+
+def check_plain(places: dict[str, list[Holder]]) -> None:
+    """Raise TenfoldError where layers differ by a low rank from what they share: they cannot share more."""
+    for name, column in places.items():
+        if any(holder.rank for holder in column):
+            raise TenfoldError(f"{name} of the layers has low-rank differences: delink them, which folds those in")
 
 
 def patterns(layers: Layers, places: dict[str, list[Holder]], sharing: Sharing) -> dict[str, Pattern]:

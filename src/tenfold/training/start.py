@@ -19,7 +19,6 @@ from tenfold.config.model import ModelConfig
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
-from tenfold.sharing.tying import tables
 from tenfold.training.optimizers import fill_tensors, state_tensors
 from tenfold.training.setup import checkpoint_at, run_of
 from tenfold.training.stages import Stage
@@ -73,17 +72,14 @@ class Start:
         Gives the parameters that share less than they did in the file, if their state was taken.
         """
         named = dict(model.named_parameters())
-        new: set[nn.Parameter] = set()
-        if self._stage.sharing != self._saved.sharing:  # low-rank differences that the file has not begin as ever
-            holders = (holder for column in tables(model.layers).values() for holder in column)
-            new = {parameter for holder in holders for parameter in holder.parameters[1:]}
-        known = {name: parameter.data for name, parameter in named.items() if parameter not in new}
-        fill_tensors(known, self._weights, "weights")
+        begun = self._saved.begun(self._stage.sharing)  # these stay as they were initialised
+        weights = {name: parameter.data for name, parameter in named.items() if name not in begun}
+        fill_tensors(weights, self._weights, "weights")
         if not self._optimizer:
             return []
         state = state_tensors(model, optimizers)
-        taken = {name: tensor for name, tensor in state.items() if name.rpartition("/")[0] in known}
-        fill_tensors(taken, self._state, "optimizer state")
+        state = {name: value for name, value in state.items() if name.rpartition("/")[0] not in begun}
+        fill_tensors(state, self._state, "optimizer state")
         freed = self._saved.freed(self._stage.sharing)
         return [parameter for name, parameter in named.items() if name in freed]
 
