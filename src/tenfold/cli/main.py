@@ -46,6 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     # Large tensors on huge pages (PyTorch asks at its first): gradients are fresh in every step, and a fault for each
     # 4 KiB of them can cost more than the product that makes them.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # An OpenMP thread without work spins before it sleeps, by GNU's default for milliseconds, on a processor that the
+    # threads of Python that do a mixture's experts could use (`nn.workers`). This is a fraction of one.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # oneDNN keeps what it made for every shape it met, 1024 of them unless told. Where experts drop tokens GELU has
     # other shapes in every step, and what is kept lies between the large tensors and holds their memory apart.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")

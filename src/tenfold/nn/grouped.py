@@ -25,7 +25,7 @@ from tenfold.nn.products import product_dtype
 from tenfold.nn.workers import work_off, workers_of
 
 PIECE_ROWS = 1024
-TASKS = 8  # for each worker, that the last to be done be small
+TASKS = 4  # for each worker, that the last to be done be small
 
 
 class Rows(NamedTuple):
