@@ -1,11 +1,12 @@
 """Tokens a second and memory of a dense training step, in Tenfold and in its peers from PyPI.
 
 Every system trains the same Llama-shaped models on random tokens, forward, backward, clipping and AdamW, in an
-environment of its own under --environments (made if missing: some 6 GB), each in its settings, with one process of
-two threads or two processes of one (--threads in all). Runs alternate, --rounds times. The first step of a run is not
-counted; a run goes on for --seconds, and one whose first step takes longer than --limit seconds is told as slower
-than that. All results are kept in --out, and a table of what is there is printed; the last lines are the ratios of
-Tenfold to the best peer. Memory is the peak of all processes together, the libraries' pages counted once.
+environment of its own under --environments (made if missing: some 7 GB, and a C++ compiler is needed for DeepSpeed's),
+each in its settings, with one process of two threads or two processes of one (--threads in all). Runs alternate,
+--rounds times. The first step of a run is not counted; a run goes on for --seconds, and one whose first step takes
+longer than --limit seconds is told as slower than that. All results are kept in --out, and a table of what is there is
+printed; the last lines are the ratios of Tenfold to the best peer. Memory is the peak of all processes together, the
+libraries' pages counted once.
 
     python benchmarks/throughput.py                                   # everything: an hour or two
     python benchmarks/throughput.py --sizes 10M --shapes 8x256 --precisions fp32 --seconds 15
