@@ -80,6 +80,10 @@ def test_a_run_of_one_stage_is_held_against_sharing_all(advise: Any) -> None:
     assert [plan["step"] for plan in told["plans"]] == [10]
 
 
+def test_a_stage_that_ends_when_a_rule_says_so_has_no_length_to_tell_of(advise: Any) -> None:
+    assert [plan["step"] for plan in advise("--json", "--stages.0.until", "auto")["plans"]] == [10]
+
+
 @pytest.mark.parametrize(
     "flags",
     [

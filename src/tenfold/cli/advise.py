@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
         pseudo = _timed(pseudo, config, pair[0], device, arguments.seconds, rate, show)
         real = _timed(real, config, pair[1], device, arguments.seconds, rate, show)
     asked = None
-    if len(stages) > 1:
+    if len(stages) > 1 and stages[0].rule is None:
         asked = (stages[0].tokens_at(stages[0].last_step) / tokens, stages[0].last_step)
     advice = decide(pseudo, real, tokens, steps, asked, memory)
     found = {

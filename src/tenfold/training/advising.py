@@ -134,7 +134,7 @@ def decide(
         verdict = "do not share"
         reasons.append(
             "Do not share to save time here: the model fits, and what sharing saves of a step is next to nothing "
-            "beside its arithmetic, which stays."
+            "beside what stays."
         )
     elif not told_apart:
         verdict = "open"
