@@ -86,6 +86,19 @@ def test_patterns(pattern: object, text: str) -> None:
     assert format_pattern(pattern) == text
 
 
+@pytest.mark.parametrize(
+    ("stage", "text"),
+    [
+        ({"sharing": "all"}, "all"),
+        ({"sharing": {"groups": 2}, "rank": 8}, "groups=2 + rank 8"),
+        ({"sharing": "all", "parts": ["attention", "ffn"], "rank": 4}, "all of attention, ffn + rank 4"),
+        ({}, "–"),
+    ],
+)
+def test_what_a_stage_shares(stage: dict[str, object], text: str) -> None:
+    assert format_sharing(stage) == text
+
+
 def test_shares() -> None:
     assert format_share(0.4137) == "41.4%"
     assert format_share(None) == "–"

@@ -226,9 +226,10 @@ def test_samples_stand_by_step(report: Callable[..., Page]) -> None:
     assert "step 600realdef step_600(self)" in text
 
 
-def test_similarity_is_of_the_layers_that_once_shared(tmp_path: Path, example: SimpleNamespace) -> None:
+@pytest.mark.parametrize("more", ["", " of attention, ffn", " + rank 4"])
+def test_similarity_is_of_the_layers_that_once_shared(tmp_path: Path, example: SimpleNamespace, more: str) -> None:
     events = [
-        {**event, "pattern_from": "(0,0,0,1,1,1)"} if event["event"] == "delink" else event
+        {**event, "pattern_from": f"(0,0,0,1,1,1){more}"} if event["event"] == "delink" else event
         for event in example.events()
     ]
     history = History.read(example.write(tmp_path, events))
