@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 from tenfold.integrations.transformers import SharingCallback  # noqa: E402
 
 STAGES = [("30%", "all"), (4, {"groups": 2}), ("100%", "none")]  # of 6 steps: 2, 2, 2
-KINDS = {"gpt2": "transformer.h", "llama": "model.layers", "mixtral": "model.layers"}
+KINDS = {"gpt2": "transformer.h", "mixtral": "model.layers"}
 
 
 class Samples(Dataset):
@@ -45,13 +45,12 @@ def _make(kind):
             vocab_size=50, n_embd=16, n_layer=4, n_head=2, n_positions=16, bos_token_id=None, eos_token_id=None
         )
         return transformers.GPT2LMHeadModel(config)
-    size = {
-        "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 16, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    if kind == "mixtral":
-        return transformers.MixtralForCausalLM(transformers.MixtralConfig(**size, num_local_experts=4))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, tie_word_embeddings=True))
+    config = transformers.MixtralConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, max_position_embeddings=16, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
 
 
 def trainer(folder, model, callback, model_init=None, **more):

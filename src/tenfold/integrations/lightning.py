@@ -50,7 +50,7 @@ class SharingCallback(Callback):
         if trainer.world_size > 1 and len(self._stages) > 1:
             raise TenfoldError(DELINKS_ALONE)
         if trainer.global_step == 0:
-            self._stages.enter(self._layers(pl_module), 0)
+            self._stages.enter(pl_module, self._layers(pl_module), 0)
             self._number = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class SharingCallback(Callback):
             return
         if saved is None:
             raise TenfoldError("the checkpoint was made without SharingCallback: it does not say what was shared")
-        if self._stages.enter(self._layers(pl_module), saved["stage"]):
+        if self._stages.enter(pl_module, self._layers(pl_module), saved["stage"]):
             pl_module.load_state_dict(checkpoint["state_dict"], strict=pl_module.strict_loading)
         self._number = saved["stage"]
 
@@ -79,7 +79,7 @@ class SharingCallback(Callback):
         if number > self._number:
             for optimizer in trainer.optimizers:  # Lightning clears gradients before the next backward pass only
                 optimizer.zero_grad()
-            self._stages.enter(self._layers(pl_module), number, trainer.optimizers)
+            self._stages.enter(pl_module, self._layers(pl_module), number, trainer.optimizers)
             self._number = number
             _log.info("step %d: stage %d of %d begins", trainer.global_step, number + 1, len(self._stages))
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from tenfold.config.units import parse_until
 from tenfold.errors import TenfoldError
-from tenfold.sharing.api import PatternSpec, delink, read_sharing, share
+from tenfold.sharing.api import PatternSpec, delink, read_sharing, reorder, share
 from tenfold.sharing.delinking import Moments
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Layers, Sharing, part_of, tables, tied_pattern
@@ -64,16 +64,25 @@ class Stages:
                 return number
         return len(self) - 1
 
-    def enter(self, layers: Layers, number: int, optimizers: Iterable[Optimizer] = ()) -> bool:
-        """Make the layers share what stage `number` shares, whatever they share now; whether that changed anything."""
+    def enter(self, model: nn.Module, layers: Layers, number: int, optimizers: Sequence[Optimizer] = ()) -> bool:
+        """Make the model's layers share what stage `number` shares, whatever they share now; whether that was a change.
+
+        Groups that have their parameters in the model's order keep to it, as a checkpoint of the optimizer needs it:
+        loops that resume make the optimizer anew.
+        """
         wanted, now = self.patterns(layers, number), _patterns(layers)
         if wanted == now:
             return False
         pattern, parts = self._specs[number]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        ordered = [group for group in groups if (places := _places(model, group)) == sorted(places)]
         if all(wanted[name].refines(now[name]) for name in now):
-            delink(layers, list(optimizers), pattern, parts=parts, moments=self.moments)
+            delink(layers, optimizers, pattern, parts=parts, moments=self.moments)
         else:
-            share(layers, pattern, parts=parts, optimizer=list(optimizers))
+            share(layers, pattern, parts=parts, optimizer=optimizers)
+        for group in ordered:
+            places = _places(model, group)
+            reorder(group, sorted(range(len(places)), key=places.__getitem__))
         return True
 
     def of(self, layers: Layers) -> int | None:
@@ -104,6 +113,12 @@ def find_layers(model: nn.Module, where: Where) -> Layers:
 
 def _patterns(layers: Layers) -> dict[str, Pattern]:
     return {name: tied_pattern(column) for name, column in tables(layers).items()}
+
+
+def _places(model: nn.Module, group: dict[str, Any]) -> list[int]:
+    """Where in the model's parameters those of a group are; all others count as its end."""
+    order = {parameter: place for place, parameter in enumerate(model.parameters())}
+    return [order.get(parameter, len(order)) for parameter in group["params"]]
 
 
 def _read_end(until: Any) -> dict[str, float | int]:

@@ -95,11 +95,11 @@ class SharingCallback(TrainerCallback):
         """Bring a model that is new here to the first stage, and be there when it is given weights."""
         if self._model is None or self._model() is not model:
             self._model, self._number = weakref.ref(model), 0
-            self._stages.enter(self._layers(model), 0, self._optimizers)
+            self._stages.enter(model, self._layers(model), 0, self._optimizers)
             model.register_load_state_dict_pre_hook(_ShareAsLoaded(self))
 
     def _enter(self, model: nn.Module, number: int, step: int) -> None:
-        if self._stages.enter(self._layers(model), number, self._optimizers):
+        if self._stages.enter(model, self._layers(model), number, self._optimizers):
             _log.info("step %d: stage %d of %d begins", step, number + 1, len(self._stages))
         self._number = number
 
@@ -119,7 +119,7 @@ class SharingCallback(TrainerCallback):
         number, whole = self._stage_of(layers, written)
         now = self._stages.of(layers)
         if now is None or number > now or (number < now and whole):  # one file of several tells only of finer stages
-            self._stages.enter(layers, number, self._optimizers)
+            self._stages.enter(model, layers, number, self._optimizers)
             self._number = number
         for name, pattern in self._stages.patterns(layers, number).items():
             for block, full in zip(pattern.blocks, names[name], strict=True):

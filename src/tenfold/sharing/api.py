@@ -186,12 +186,12 @@ def _drop(optimizers: Sequence[Optimizer], let_go: dict[nn.Parameter, nn.Paramet
         raise TenfoldError("the optimizer trains a parameter that is let go and not the one that it becomes one with")
     for one in optimizers:
         for group in one.param_groups:
-            _reorder(group, [place for place, parameter in enumerate(group["params"]) if parameter not in let_go])
+            reorder(group, [place for place, parameter in enumerate(group["params"]) if parameter not in let_go])
         for parameter in let_go:
             one.state.pop(parameter, None)
 
 
-def _reorder(group: dict[str, Any], places: Sequence[int]) -> None:
+def reorder(group: dict[str, Any], places: Sequence[int]) -> None:
     """Leave in a parameter group those of its parameters that stand at `places`, in that order."""
     for key in ("params", "param_names"):
         if key in group:
@@ -208,4 +208,4 @@ def _sort(optimizers: Sequence[Optimizer], layers: Layers) -> None:
             others = [place for place, parameter in enumerate(params) if parameter not in order]
             head = [place for place in others if mine and place < mine[0]]
             tail = [place for place in others if place not in head]
-            _reorder(group, [*head, *sorted(mine, key=lambda place: order[params[place]]), *tail])
+            reorder(group, [*head, *sorted(mine, key=lambda place: order[params[place]]), *tail])
