@@ -119,12 +119,12 @@ def main(argv: list[str]) -> int:
 def _two_stages(stages: list[Stage]) -> tuple[Stage, Stage]:
     """The coarsest stage of a run and its finest; for a run of one stage, that one with all layers shared beside it."""
     from tenfold.sharing.patterns import Pattern
-    from tenfold.sharing.tying import Sharing
 
     first, last = stages[0], stages[-1]
     if len(stages) == 1:
         named = first.config.model_copy(update={"name": "shared", "sharing": "all"})
-        first = dataclasses.replace(first, config=named, sharing=Sharing(Pattern([0] * last.sharing.pattern.layers)))
+        shared = dataclasses.replace(last.sharing, pattern=Pattern([0] * last.sharing.pattern.layers))
+        first = dataclasses.replace(first, config=named, sharing=shared)
     if first.sharing == last.sharing:
         raise TenfoldError(
             f"there is nothing to compare: {first.name} and {last.name} share as {last.sharing}. Advice is on sharing "
