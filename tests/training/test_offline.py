@@ -24,7 +24,7 @@ from tenfold.sharing.delinking import Moments, delink
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing, tie
 from tenfold.training.offline import OfflineDelinking
-from tenfold.training.optimizers import build_optimizers, state_tensors
+from tenfold.training.optimizers import build_optimizers, materialize, state_tensors
 from tenfold.training.setup import load_model
 
 MOE = {"experts": 4, "prototypes": 2, "bias_rate": 0.01, "shared_experts": 1}
@@ -80,6 +80,45 @@ CASES = [
     ("all", PARTS, "all", ("attention",)),
     ("all", ("attention", "ffn"), {"cycle": 2}, ("attention",)),
 ]
+EXPERTS = [
+    ("all", "layer", "none", "layer", 1),
+    ("all", "layer", "none", "free", 1),
+    ("none", "prototype", "none", "free", 2),
+    ({"groups": 2}, "layer", "none", "prototype", 1),
+    ("all", "prototype", {"groups": 2}, "free", 1),
+]
+
+
+@pytest.mark.parametrize(("before", "experts", "after", "experts_after", "top_k"), EXPERTS, ids=str)
+@pytest.mark.parametrize("moments", ["copy", "rescale", "reset"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "muon"])
+def test_experts_are_freed_to_the_last_bit_as_in_memory(
+    tiny_decoder: Callable[..., Decoder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    moments: Moments,
+    before: Any,
+    experts: str,
+    after: Any,
+    experts_after: str,
+    top_k: int,
+) -> None:
+    monkeypatch.setattr(tensors, "PIECE", 100)
+    model = tiny_decoder(dtype=torch.float32, moe={**MOE, "experts": 8, "top_k": top_k})
+    coarse = Sharing(Pattern.parse(before, 4), experts=experts)
+    fine = Sharing(Pattern.parse(after, 4), experts=experts_after)
+    tie(model.layers, coarse)
+    optimizers = trained(model, optimizer)
+    source = save(tmp_path / "coarse" / "checkpoints", model, optimizers, coarse)
+    delink(model.layers, optimizers, fine, moments)
+    materialize(optimizers)
+    expected = save(tmp_path / "memory", model, optimizers, fine)
+
+    made = OfflineDelinking(source, tmp_path / "fine", after, PARTS, moments, experts_after).write()
+    for name in ("weights.safetensors", "optimizer.safetensors"):
+        assert (made / name).read_bytes() == (expected / name).read_bytes()
+    assert Sharing.load(load_checkpoint(made)[0]) == fine
 
 
 @pytest.mark.parametrize(("before", "parts", "after", "parts_after"), CASES, ids=str)

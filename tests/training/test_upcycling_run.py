@@ -185,3 +185,38 @@ def test_sharing_experts_again_is_refused_before_anything_is_read(
         capsys.readouterr().err.replace("\n", " ").split()
     )
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("moments", ["rescale", "measure"])
+def test_a_run_of_a_mixture_begins_from_a_dense_checkpoint(
+    run_file: Callable[..., Path], tmp_path: Path, moments: str
+) -> None:
+    """By the file as by a stage: the first step is that of the run which frees the experts itself."""
+    one_stage = '[[stages]]\nname = "dense"\nexperts = "layer"\n'
+    first, second = tmp_path / "dense", tmp_path / "mixture"
+    steady = ["--optim.schedule", "constant", "--optim.warmup", "0"]
+    file = run_file(model=MOE, stages=one_stage)
+    assert main(["train", str(file), "--out", str(first), "--training.steps", "4", *steady]) == 0
+    file = run_file(model=MOE, stages=f'[[stages]]\nname = "mixture"\nmoments = "{moments}"\n')
+    flags = ["--start.checkpoint", str(first), "--training.steps", "4", *steady]
+    assert main(["train", str(file), "--out", str(second), *flags]) == 0
+    before = [event["validation_loss"] for event in of_kind(first, "validation")][-1]
+    steps = of_kind(second, "step")
+    assert steps[0]["loss"] == pytest.approx(before, abs=0.3)  # another batch; 6 before training
+    assert steps[0]["expert_load"]
+    assert steps[-1]["loss"] < steps[0]["loss"] + 0.1
+
+
+def test_experts_are_freed_on_disk_from_the_command_line(
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense, free = tmp_path / "dense", tmp_path / "free"
+    file = run_file(model=MOE, stages='[[stages]]\nname = "dense"\nsharing = "all"\nexperts = "layer"\n')
+    assert main(["train", str(file), "--out", str(dense), "--training.steps", "2"]) == 0
+    assert main(["delink", str(dense), str(tmp_path / "layers"), "--experts", "layer"]) == 0
+    assert main(["delink", str(dense), str(free)]) == 0
+    assert "(0,0,0,0), experts by layer -> (0,1,2,3), moments rescale" in capsys.readouterr().out
+    assert load_model(tmp_path / "layers", None, torch.device("cpu")).layers[0].ffn.router is None
+    assert load_model(free, None, torch.device("cpu")).layers[0].ffn.router is not None
+    assert main(["delink", str(free), str(tmp_path / "back"), "--experts", "layer"]) == 2
+    assert 'experts = "layer" does not refine experts = "free"' in capsys.readouterr().err

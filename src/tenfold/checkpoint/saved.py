@@ -12,12 +12,13 @@ from torch import Tensor
 
 from tenfold.checkpoint.store import read_manifest
 from tenfold.checkpoint.tensors import Stored, open_tensors
+from tenfold.checkpoint.upcycled import carried_pieces, upcycled
 from tenfold.config.load import build
 from tenfold.config.model import ModelConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.low_rank import LEFT, RIGHT
-from tenfold.sharing.delinking import Moments, carried, check_known
+from tenfold.sharing.delinking import Moments, check_known
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import Sharing, patterns, ranks, tables, tie
 
@@ -55,11 +56,6 @@ class SavedCheckpoint:
         when the state cannot be carried.
         """
         after.check_refines(self.sharing, f"delinking {self.path}")
-        if after.experts != self.sharing.experts:
-            raise TenfoldError(
-                f"delinking {self.path}: its experts share by {self.sharing.experts}, and a run alone can free them: "
-                f'train on with experts = "{self.sharing.experts}" first, and free them in the next stage'
-            )
         if self.sharing.rank and after.rank > self.sharing.rank:
             raise TenfoldError(
                 f"{self.path} has differences of rank {self.sharing.rank}, which grow in a run alone, from stage to "
@@ -81,14 +77,18 @@ class SavedCheckpoint:
                 if q != 1:
                     if moments == "rescale" and key.endswith("exp_avg_sq"):
                         self._betas()  # told now, not when all before it has been written
-                    pieces = partial(self._carried, source, key, moments, q)
+                    pieces = partial(carried_pieces, self.optimizer, source, key, moments, q, 1.0, self._betas)
                     stored = Stored(stored.dtype, stored.shape, pieces)
                 optimizer[f"{name}/{key}"] = stored
         for name, had, rank in self._differences(after):
             if had and not rank:
                 matrix = weights[name]
                 weights[name] = Stored(matrix.dtype, matrix.shape, partial(self._folded, matrix, name))
-        return weights, optimizer
+        if after.experts == self.sharing.experts:
+            return weights, optimizer
+        if moments == "rescale" and any(name.endswith("exp_avg_sq") for name in optimizer):
+            self._betas()
+        return upcycled(weights, optimizer, self.config.moe, after, moments, self._betas)
 
     def begun(self, after: Sharing) -> set[str]:
         """The parameters of low-rank differences that the file has not, and a model that shares as `after` has."""
@@ -96,8 +96,12 @@ class SavedCheckpoint:
         return {name + side for name in names for side in (LEFT, RIGHT)}
 
     def freed(self, after: Sharing) -> set[str]:
-        """The parameters that delinking frees."""
-        return {name for name, (_, q) in self._origins(after).items() if q != 1}
+        """The parameters that delinking frees, new routers among them."""
+        freed = {name for name, (_, q) in self._origins(after).items() if q != 1}
+        if after.experts != self.sharing.experts:
+            weights, _ = self.delinked(after, "copy")
+            freed |= {name for name in weights if ".experts." in name or name.endswith(".router.weight")}
+        return freed
 
     def _origins(self, after: Sharing) -> dict[str, tuple[str, float]]:
         """For each parameter after delinking: the one in the file that it comes from, and how many shared it then for
@@ -143,19 +147,6 @@ class SavedCheckpoint:
             difference = torch.cat(parts).flatten()[begin - first * columns :][: len(piece)]
             yield (piece.double() + difference).to(piece.dtype)
             begin += len(piece)
-
-    def _carried(self, source: str, key: str, moments: Moments, q: float) -> Iterator[Tensor]:
-        """The pieces of one kind of state of a freed parameter."""
-        state: dict[str, Any] = {}
-        group: dict[str, Any] = {}
-        needed = [key]
-        if key != "step" and f"{source}/step" in self.optimizer:
-            state["step"] = next(self.optimizer[f"{source}/step"].pieces()).reshape(())
-        if key.endswith("exp_avg_sq") and moments == "rescale":
-            needed = list(dict.fromkeys([key, "exp_avg", "exp_avg_sq"]))
-            group["betas"] = self._betas()
-        for pieces in zip(*(self.optimizer[f"{source}/{one}"].pieces() for one in needed), strict=True):
-            yield carried(state | dict(zip(needed, pieces, strict=True)), group, moments, q)[key]
 
     def _betas(self) -> Any:
         if "betas" not in self.manifest:

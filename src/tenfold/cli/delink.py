@@ -14,7 +14,7 @@ import tyro
 from tenfold.config.run import Part, StageConfig
 from tenfold.config.units import Sharing
 
-DESCRIPTION = """Free layers that share in a checkpoint: each gets a copy of the block that it used, optimizer state
+DESCRIPTION = """Free layers that share in a checkpoint, and experts: each gets a copy of what it used, optimizer state
 included, as a run does where a stage begins. It goes through the files piece by piece, in less than 1 GiB of memory
 whatever the model's size, and leaves the old checkpoint as it is.
 
@@ -39,6 +39,8 @@ class DelinkArguments:
     """Which layers go on sharing."""
     parts: tuple[Part, ...] = tuple(StageConfig().parts)
     """What of a layer goes on being shared."""
+    experts: Literal["free", "prototype", "layer"] = "free"
+    """Which routed experts go on sharing; freed ones get a router."""
     moments: Literal["copy", "rescale", "reset"] = "rescale"
     """What optimizer state freed layers start from."""
 
@@ -53,7 +55,9 @@ def main(argv: list[str]) -> int:
 
     began = time.monotonic()
     path = checkpoint_at(arguments.checkpoint)
-    work = OfflineDelinking(path, arguments.out, arguments.sharing, arguments.parts, arguments.moments)
+    work = OfflineDelinking(
+        path, arguments.out, arguments.sharing, arguments.parts, arguments.moments, arguments.experts
+    )
     with _progress(work.bytes) as advance:
         made = work.write(advance)
     before, after = work.stored_parameters

@@ -20,22 +20,22 @@ from tenfold.training.setup import run_of
 
 
 class OfflineDelinking:
-    """The checkpoint in the folder `path`, to be delinked to `sharing` (as in a run file) of `parts`.
+    """The checkpoint in the folder `path`, to be delinked to `sharing` (as in a run file), `parts` and `experts`.
 
     `out` is the run directory to be made; it must not exist. Raises TenfoldError for damage, for a pattern that does
     not refine the checkpoint's, and where nothing is to free.
     """
 
-    def __init__(self, path: Path, out: Path, sharing: Any, parts: Sequence[str], moments: Moments) -> None:
+    def __init__(
+        self, path: Path, out: Path, sharing: Any, parts: Sequence[str], moments: Moments, experts: str = "free"
+    ) -> None:
         if out.exists() or out.is_symlink():
             raise TenfoldError(f"{out} exists already; give a new folder for the delinked checkpoint")
         self.out = out
         self.saved, self.moments = SavedCheckpoint(path), moments
-        self.after = Sharing(
-            Pattern.parse(sharing, self.saved.config.layers), tuple(parts), experts=self.saved.sharing.experts
-        )
+        self.after = Sharing(Pattern.parse(sharing, self.saved.config.layers), tuple(parts), experts=experts)
         self._weights, self._optimizer = self.saved.delinked(self.after, moments)
-        if self._weights.keys() == self.saved.weights.keys():
+        if _shapes(self._weights) == _shapes(self.saved.weights):
             raise TenfoldError(f"{path} shares its layers as {self.saved.sharing} already: there is nothing to delink")
 
     @property
@@ -99,6 +99,10 @@ class OfflineDelinking:
             raw = read_toml(run / "config.toml") | {"stages": [stage | {"moments": self.moments}]}
             text = dump_toml(build(RunConfig, raw, str(run / "config.toml")))
             (folder / "config.toml").write_text(text, encoding="utf-8")
+
+
+def _shapes(tensors: dict[str, Stored]) -> dict[str, tuple[int, ...]]:
+    return {name: stored.shape for name, stored in tensors.items()}
 
 
 def _elements(tensors: dict[str, Stored]) -> int:
