@@ -254,6 +254,8 @@ def test_what_is_not_a_list_of_layers_is_refused():
     model = Model()
     with pytest.raises(TenfoldError, match=r"expected the list of a model's layers .* found Model"):
         tenfold.share(model)
+    with pytest.raises(TenfoldError, match=r"layer 1 is no nn.Module but str"):
+        tenfold.share([model.layers[0], "layer"])
     with pytest.raises(TenfoldError, match="no layers"):
         tenfold.share(nn.ModuleList())
     with pytest.raises(TenfoldError, match="no parameters"):
@@ -263,6 +265,8 @@ def test_what_is_not_a_list_of_layers_is_refused():
         tenfold.share([layer, layer])
     with pytest.raises(TenfoldError, match="nothing of 'router'"):
         tenfold.share(model.layers, parts=("router",))
+    with pytest.raises(TenfoldError, match=r"parts is empty, which shares nothing"):
+        tenfold.share(model.layers, parts=())
     with pytest.raises(TenfoldError, match=r"expected an optimizer .* found str"):
         tenfold.share(model.layers, optimizer="adamw")
     with pytest.raises(TenfoldError, match=r"expected an optimizer .* found int"):

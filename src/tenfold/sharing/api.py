@@ -55,6 +55,8 @@ def share(
     sharing = read_sharing(pattern, parts, len(layers))
     if sharing.pattern.stored_blocks == len(layers):
         raise TenfoldError(f"sharing {sharing.pattern} shares nothing: every layer is on its own in it")
+    if not sharing.parts:
+        raise TenfoldError(f"parts is empty, which shares nothing; name some of {', '.join(PARTS)}, or globs")
     check_fits(layers, sharing)
     check_plain(places)
     optimizers = _listed(optimizer)
@@ -142,6 +144,9 @@ def _examine(layers: Layers) -> dict[str, list[Holder]]:
             f"expected the list of a model's layers (an nn.ModuleList, such as model.model.layers), found "
             f"{type(layers).__name__}"
         )
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise TenfoldError(f"layer {number} is no nn.Module but {type(layer).__name__}")
     places = tables(layers)
     if len({id(layer) for layer in layers}) < len(layers):
         raise TenfoldError("one module stands twice among the layers; give each layer a module of its own")
