@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator
 from tyro.constructors import PrimitiveConstructorSpec
+
+_T = TypeVar("_T")
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kMBT]?)")
 _MULTIPLE = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -161,11 +164,11 @@ def parse_auto(value: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"auto = {rule!r} has no {key}; its keys are {', '.join(_AUTO[rule])}")
     found = {"auto": rule, **_AUTO[rule], **value}
     for key in ("checks", "every"):
-        found[key] = parse_count(found[key])
+        found[key] = _of_key(key, parse_count, found[key])
         if found[key] < 1:
             raise ValueError(f"{key} = {found[key]}: it must be at least 1")
     if "threshold" in found:
-        found["threshold"] = parse_share(found["threshold"])
+        found["threshold"] = _of_key("threshold", parse_share, found["threshold"])
         if not 0 < found["threshold"] < 1:
             raise ValueError(
                 f"threshold = {found['threshold']}: a correlation that is to be fallen under lies in (0, 1)"
@@ -175,10 +178,17 @@ def parse_auto(value: dict[str, Any]) -> dict[str, Any]:
         if split is None:
             raise ValueError(f"split = {found['split']!r}: it is true or false")
         found["split"] = split
-    found["at_most"] = parse_until(found["at_most"])
+    found["at_most"] = _of_key("at_most", parse_until, found["at_most"])
     if "auto" in found["at_most"]:
         raise ValueError('at_most = "auto": it is the place where the stage ends at the latest, such as "40%"')
     return found
+
+
+def _of_key(key: str, parse: Callable[[Any], _T], value: Any) -> _T:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ValueError(f"{key} = {value!r}: {error}") from None
 
 
 def _show_until(value: Any) -> str:
