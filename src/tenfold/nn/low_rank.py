@@ -139,8 +139,19 @@ def _class_of(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A class like `base` whose attributes `names` are sums. A property is found before a module's parameters are."""
     if (base, names) not in _CLASSES:
         found = {name: property(functools.partial(_read, name=name)) for name in names}
-        _CLASSES[base, names] = type(base.__name__, (base,), {"_plain": base, "_differing": names, **found})
+        own = {"_plain": base, "_differing": names, "__reduce_ex__": _reduce}
+        _CLASSES[base, names] = type(base.__name__, (base,), own | found)
     return _CLASSES[base, names]
+
+
+def _reduce(module: Any, _protocol: int) -> tuple[Any, ...]:
+    """How such a module is copied and pickled: its class has no place where it could be found by name."""
+    return _blank, (module._plain, module._differing), module.__getstate__()
+
+
+def _blank(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    found = _class_of(base, names)
+    return found.__new__(found)
 
 
 def _read(module: nn.Module, name: str) -> Tensor:
