@@ -78,3 +78,18 @@ def test_what_layers_share_that_no_stage_shares_is_none_of_them():
     model.layers[1].weight = model.layers[0].weight
     assert Stages([("50%", "all"), ("100%", "none")]).of(model.layers) is None
     assert torch.equal(model.layers[1].weight, model.layers[0].weight)
+
+
+@pytest.mark.parametrize("ends", [(5, 3), (5, 5), ("50%", "20%"), ("50%", 1.0)])
+def test_a_stage_that_ends_before_it_begins_is_refused(ends):
+    stages = [(ends[0], "all"), (ends[1], {"groups": 2}), ("100%", "none")]
+    with pytest.raises(TenfoldError, match=r"stages\.\d would have no steps: it ends at "):
+        Stages(stages)
+
+
+def test_a_stage_may_name_all_parts_that_there_are_and_the_next_none():
+    model = Model()  # its layers are a feed-forward
+    stages = Stages([(1, "all", ("ffn",)), ("100%", {"groups": 2})])
+    stages.enter(model, model.layers, 0)
+    stages.enter(model, model.layers, 1)
+    assert {tied_pattern(column) for column in tables(model.layers).values()} == {Pattern([0, 0, 1, 1])}

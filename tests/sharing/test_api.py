@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import subprocess
 import sys
 
@@ -267,12 +268,46 @@ def test_what_is_not_a_list_of_layers_is_refused():
         tenfold.share(model.layers, parts=("router",))
     with pytest.raises(TenfoldError, match=r"parts is empty, which shares nothing"):
         tenfold.share(model.layers, parts=())
+    with pytest.raises(TenfoldError, match=r"parts = None: name some of attention"):
+        tenfold.share(model.layers, parts=None)
     with pytest.raises(TenfoldError, match=r"expected an optimizer .* found str"):
         tenfold.share(model.layers, optimizer="adamw")
     with pytest.raises(TenfoldError, match=r"expected an optimizer .* found int"):
         tenfold.delink(model.layers, 5)
     with pytest.raises(TenfoldError, match=r"moments = 'scale' is unknown; it is one of copy, rescale, reset"):
         tenfold.delink(model.layers, moments="scale")
+
+
+@pytest.mark.parametrize("rank", [-1, 1.5, "2", True, None])
+def test_a_rank_that_is_no_whole_number_is_refused_and_nothing_changes(rank):
+    model = Model()
+    tenfold.share(model.layers)
+    before = list(model.parameters())
+    with pytest.raises(TenfoldError, match=r"rank = .*a whole number"):
+        tenfold.delink(model.layers, pattern="all", rank=rank)
+    assert unchanged(model, before)
+
+
+def test_a_model_with_low_rank_differences_is_copied_and_pickled():
+    model = Model()
+    tenfold.share(model.layers)
+    tenfold.delink(model.layers, pattern="all", rank=1)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(0.1 * number)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        for mine, theirs in zip(model.layers, other.layers, strict=True):
+            assert type(mine) is type(theirs)
+            for name, holder in holders(mine).items():
+                again = holders(theirs)[name]
+                assert again.rank == holder.rank
+                assert torch.equal(getattr(again.module, again.attribute), getattr(holder.module, holder.attribute))
+        tenfold.delink(other.layers)
+        assert all(holder.rank == 0 for layer in other.layers for holder in holders(layer).values())
+        assert any(holder.rank for layer in model.layers for holder in holders(layer).values())
 
 
 def test_layers_that_are_not_alike_are_refused_and_nothing_changes():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
+from tenfold.sharing.tying import PARTS
 from tenfold.training.stages import learning_rate, plan_stages
 
 
@@ -125,6 +126,37 @@ def test_a_stage_that_ends_before_the_one_before_it_is_refused():
 def test_patterns_that_do_not_refine_one_another_are_refused_with_both():
     stages = [{"name": "a", "sharing": {"groups": 2}, "until": "50%"}, {"name": "b", "sharing": {"cycle": 2}}]
     with pytest.raises(TenfoldError, match=r"stages\.1 \(b\).*\(0,1,0,1,0,1,0,1\).*\(0,0,0,0,1,1,1,1\)"):
+        plan_stages(run(stages, steps=50))
+
+
+@pytest.mark.parametrize(
+    ("moe", "stage", "complete"),
+    [
+        ({}, {"parts": ["attention", "ffn", "norms"]}, True),
+        ({}, {"parts": ["attention", "norms"]}, False),
+        ({"experts": 4}, {"parts": ["attention", "experts", "router", "norms"]}, True),
+        ({"experts": 4}, {"parts": ["attention", "experts", "norms"]}, False),
+        ({"experts": 4}, {"parts": ["attention", "experts", "norms"], "experts": "layer"}, True),
+        ({"experts": 4, "shared_experts": 1}, {"parts": ["attention", "experts", "router", "norms"]}, False),
+    ],
+)
+def test_parts_that_name_all_a_model_has_are_the_whole_of_it(moe, stage, complete):
+    """So that the next stage may name them otherwise, or not at all; what is left out is not shared again."""
+    given = run([{}], steps=50).model_dump() | {"model": {"layers": 8, "moe": moe}}
+    given["stages"] = [{"name": "a", "sharing": "all", "until": "50%", **stage}, {"sharing": {"groups": 2}}]
+    config = RunConfig.model_validate(given)
+    if not complete:
+        with pytest.raises(TenfoldError, match="does not refine"):
+            plan_stages(config)
+        return
+    first, second = plan_stages(config)
+    assert first.sharing.parts == second.sharing.parts == PARTS
+
+
+def test_a_rule_does_not_watch_parts_that_the_model_has_not():
+    parts = ["attention", "ffn", "norms"]
+    stages = [{"name": "a", "sharing": "all", "until": "auto"}, {"name": "b", "sharing": "all", "parts": parts}]
+    with pytest.raises(TenfoldError, match="frees none of"):
         plan_stages(run(stages, steps=50))
 
 

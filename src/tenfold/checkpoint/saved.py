@@ -32,7 +32,7 @@ class SavedCheckpoint:
         self.path = path
         self.manifest = read_manifest(path)
         self.config = build(ModelConfig, self.manifest["model"], str(path / "manifest.json"))
-        self.sharing = Sharing.load(self.manifest)
+        self.sharing = Sharing.load(self.manifest).of_model(self.config)
         self.weights = open_tensors(path / "weights.safetensors")
         self.optimizer = open_tensors(path / "optimizer.safetensors")
         with torch.device("meta"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -41,6 +42,12 @@ class Stages:
         self._specs = [(stage[1], stage[2] if len(stage) > 2 else PARTS) for stage in stages]
         if self._ends[-1] != {"share": 1.0}:
             raise TenfoldError(f'the last stage ends at {stages[-1][0]!r}; it must end with the run ("100%")')
+        for number, (before, end) in enumerate(pairwise(self._ends), 1):
+            if before.keys() == end.keys() and max(end.values()) <= max(before.values()):
+                raise TenfoldError(
+                    f"stages.{number} would have no steps: it ends at {stages[number][0]!r}, and the stage before it "
+                    f"at {stages[number - 1][0]!r}"
+                )
 
     def __len__(self) -> int:
         return len(self._specs)
@@ -50,11 +57,12 @@ class Stages:
         """Whether a stage ends at a share of the run, so that the run must have an end."""
         return any("share" in end for end in self._ends[:-1])
 
-    def sharings(self, layers: int) -> list[Sharing]:
-        """What each stage shares of a model with so many layers; TenfoldError if one does not refine the one before."""
-        found = [read_sharing(pattern, parts, layers) for pattern, parts in self._specs]
+    def sharings(self, layers: Layers) -> list[Sharing]:
+        """What each stage shares of a model's layers; TenfoldError if one does not refine the one before."""
+        found = [read_sharing(pattern, parts, len(layers)) for pattern, parts in self._specs]
+        there = {part_of(layers[0], name) for name in tables(layers)}
         for number in range(1, len(found)):
-            found[number].check_refines(found[number - 1], f"stages.{number}")
+            found[number].check_refines(found[number - 1], f"stages.{number}", there)
         return found
 
     def at(self, step: int, steps: float) -> int:
@@ -92,7 +100,7 @@ class Stages:
 
     def patterns(self, layers: Layers, number: int) -> dict[str, Pattern]:
         """The pattern that each parameter of a layer has in stage `number`, by its name in the layer."""
-        sharing = self.sharings(len(layers))[number]
+        sharing = self.sharings(layers)[number]
         return {name: sharing.of(part_of(layers[0], name), name) for name in tables(layers)}
 
 

@@ -102,8 +102,8 @@ def delink(
     _examine(layers)
     if moments not in get_args(Moments):
         raise TenfoldError(f"moments = {moments!r} is unknown; it is one of {', '.join(get_args(Moments))}")
-    if rank < 0:
-        raise TenfoldError(f"rank = {rank}: give 0, or the rank of differences")
+    if type(rank) is not int or rank < 0:
+        raise TenfoldError(f"rank = {rank!r}: give 0, or the rank of differences, a whole number")
     sharing = replace(read_sharing(pattern, parts, len(layers)), rank=rank)
     optimizers = _listed(optimizer)
     averages = averages_gradients(layers)
@@ -117,7 +117,9 @@ def delink(
 
 def read_sharing(pattern: PatternSpec, parts: Iterable[str], layers: int) -> Sharing:
     """What a pattern and parts, as `share` takes them, mean for a model of `layers` layers; TenfoldError if nothing."""
-    names = (parts,) if isinstance(parts, str) else tuple(parts)
+    names = (parts,) if isinstance(parts, str) else tuple(parts) if isinstance(parts, Iterable) else (parts,)
+    if not all(isinstance(name, str) for name in names):
+        raise TenfoldError(f"parts = {parts!r}: name some of {', '.join(PARTS)}, or globs over names of parameters")
     if set(names) == set(PARTS):
         names = PARTS
     if isinstance(pattern, Pattern):

@@ -7,15 +7,15 @@ are shared. A parameter that several layers hold is found first, and saved, unde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from tenfold.config.model import MoEConfig
+from tenfold.config.model import ModelConfig, MoEConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.low_rank import add_difference, differences, held, rank_of, useful_rank
 from tenfold.nn.moe import MixtureOfExperts
@@ -51,6 +51,15 @@ class Sharing:
         shared = part in self.parts or any(fnmatchcase(name, glob) for glob in self.parts if glob not in PARTS)
         return self.pattern if shared and not (vector and self.rank) else Pattern(range(self.pattern.layers))
 
+    def of_model(self, model: ModelConfig) -> Sharing:
+        """The same for layers of ours, told by `PARTS` where all that the layers have is named: what they have nothing
+        of cannot be shared less by one stage than by another."""
+        there = {"attention", "norms"} | ({"experts"} if model.moe.experts else {"ffn"})
+        there |= {"ffn"} if model.moe.shared_experts else set()
+        routed = {"router"} if model.moe.experts else set()
+        complete = there <= set(self.parts) <= there | routed and (routed <= set(self.parts) or self.experts != "free")
+        return replace(self, parts=PARTS) if complete else self
+
     def dump(self) -> dict[str, Any]:
         """What a checkpoint's manifest keeps of it; `load` reads it."""
         parts = list(self.parts)
@@ -70,10 +79,13 @@ class Sharing:
             start += len(run)
         return runs
 
-    def check_refines(self, coarser: Sharing, where: str) -> None:
-        """Raise TenfoldError unless this one can be reached from `coarser` by delinking, part by part."""
+    def check_refines(self, coarser: Sharing, where: str, there: Container[str] = PARTS) -> None:
+        """Raise TenfoldError unless this one can be reached from `coarser` by delinking, part by part of those that
+        are `there`."""
         check_experts_refine(self, coarser.experts, where)
         for part in PARTS:
+            if part not in there:
+                continue
             if part == "router" and coarser.experts != "free":
                 continue  # there is none before
             mine, theirs = self.of(part), coarser.of(part)

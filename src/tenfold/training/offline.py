@@ -33,7 +33,8 @@ class OfflineDelinking:
             raise TenfoldError(f"{out} exists already; give a new folder for the delinked checkpoint")
         self.out = out
         self.saved, self.moments = SavedCheckpoint(path), moments
-        self.after = Sharing(Pattern.parse(sharing, self.saved.config.layers), tuple(parts), experts=experts)
+        model = self.saved.config
+        self.after = Sharing(Pattern.parse(sharing, model.layers), tuple(parts), experts=experts).of_model(model)
         self._weights, self._optimizer = self.saved.delinked(self.after, moments)
         if _shapes(self._weights) == _shapes(self.saved.weights):
             raise TenfoldError(f"{path} shares its layers as {self.saved.sharing} already: there is nothing to delink")

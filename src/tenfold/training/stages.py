@@ -101,7 +101,7 @@ def plan_stages(config: RunConfig, ends: Mapping[str, int] | None = None) -> lis
         where = f"stages.{number} ({stage.name})"
         try:
             pattern = Pattern.parse(stage.sharing, config.model.layers)
-            sharing = Sharing(pattern, tuple(stage.parts), stage.rank, stage.experts)
+            sharing = Sharing(pattern, tuple(stage.parts), stage.rank, stage.experts).of_model(config.model)
         except TenfoldError as error:
             raise TenfoldError(f"{where}: {error}") from None
         if stages:
