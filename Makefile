@@ -47,7 +47,7 @@ docs: $(STAMP) ## write docs/run-file.md from the code (and docs/demo.svg from t
 	@$(BIN)/python -m tenfold.config.reference > docs/run-file.md
 	@test ! -f runs/demo/metrics.jsonl || $(BIN)/python docs/picture.py runs/demo docs/demo.svg
 
-bench: $(STAMP) ## measure what docs/results.md reports (hours, and 6 GB of environments for the peers, in build/)
+bench: $(STAMP) ## measure what docs/results.md reports (hours, and 7 GB of environments for the peers, in build/)
 	@echo "==> benchmarks; each prints its own table"
 	@for f in benchmarks/*.py; do echo "==> $$f"; $(BIN)/python $$f || exit 1; done
 
