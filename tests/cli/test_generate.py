@@ -77,7 +77,7 @@ def test_a_stop_text_ends_a_text_before_it(trained: Path, capsys: pytest.Capture
     ("flags", "message"),
     [
         (["--stop", ""], "--stop is empty"),
-        (["--batch-size", "0"], "--batch-size > 0"),
+        (["--batch-size", "0"], "--batch-size 0: it must be more than 0"),
         (["--prompts", "nowhere.txt"], "there is no nowhere.txt"),
         (["--prompt", "\udcff"], "not valid UTF-8"),
         (["--checkpoint", "99"], "no whole checkpoint of step 99: there are 3, 6"),

@@ -59,11 +59,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 # A process of its own that sends itself a signal at the given call of ShardWriter.add.
 STOPPED = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from tenfold.config.run import PrepareConfig
 from tenfold.data import encoding, prepare, tokenizing, writing
 source, out, options, number, at = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
 encoding._BATCH_CHARACTERS, writing.SHARD_TOKENS, tokenizing.JOURNAL_TOKENS = {small}
 add, calls = writing.ShardWriter.add, 0
 def stop(self, *arguments):
