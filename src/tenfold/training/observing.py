@@ -1,4 +1,4 @@
-"""What a run looks at besides its loss: evaluations of the run file, likeness of layers, text that it writes."""
+"""What a run looks at besides its loss: evaluations, likeness of layers, text that it writes, logits at a delinking."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tenfold.config.run import EvaluationConfig, RunConfig
 from tenfold.data.mixture import TrainingData
@@ -13,6 +14,7 @@ from tenfold.data.progress import Progress
 from tenfold.data.sampling import PackedSequences
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.generation import generate
+from tenfold.evaluation.inference import inference
 from tenfold.evaluation.sets import EvaluationSet, TextTokenizer, read_set
 from tenfold.nn.decoder import Decoder
 from tenfold.sharing.similarity import layer_similarity, seen_layers
@@ -64,3 +66,20 @@ def write_sample(model: Decoder, data: TrainingData, source: PackedSequences, se
     with torch.compiler.set_stance("force_eager"):  # a text has many lengths, and none is worth compiling for
         written = list(generate(model, prompt, SAMPLE_TOKENS, seed=seed))
     return data.tokenizer().decode([*prompt[len(begin) :], *written])
+
+
+@torch.no_grad()
+def logits_of(model: Decoder, tokens_BT: Tensor) -> Tensor:
+    """The logits as training computes them, [B, T, vocabulary]."""
+    hidden, _ = model(tokens_BT)
+    return model.logits(hidden)
+
+
+def logits_in_fp32(model: Decoder, tokens_BT: Tensor) -> Tensor:
+    """The logits in fp32 and with no token dropped, whatever training does."""
+    dtype, model.dtype = model.dtype, torch.float32
+    try:
+        with inference(model):
+            return logits_of(model, tokens_BT)
+    finally:
+        model.dtype = dtype

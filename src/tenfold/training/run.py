@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from tenfold.checkpoint.store import (
@@ -26,7 +25,6 @@ from tenfold.data.mixture import TrainingData
 from tenfold.data.sampling import PackedSequences
 from tenfold.errors import TenfoldError
 from tenfold.evaluation.held_out import HeldOut
-from tenfold.evaluation.inference import inference
 from tenfold.evaluation.sets import evaluate
 from tenfold.hardware.carbon import grid_of
 from tenfold.hardware.device import describe_machine, matrix_rate
@@ -38,14 +36,8 @@ from tenfold.sharing.tying import Sharing
 from tenfold.sharing.upcycling import tolerance
 from tenfold.training.energy import Ledger
 from tenfold.training.measuring import Coming, measure_moments
-from tenfold.training.observing import read_evaluations, similarity, write_sample
-from tenfold.training.optimizers import (
-    build_optimizers,
-    fill_tensors,
-    load_state_tensors,
-    materialize,
-    state_tensors,
-)
+from tenfold.training.observing import logits_in_fp32, logits_of, read_evaluations, similarity, write_sample
+from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, materialize, state_tensors
 from tenfold.training.place import Place, check_same_run
 from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_layers, describe_stages
 from tenfold.training.signals import Signals
@@ -376,13 +368,13 @@ class Run:
         began, stored = time.monotonic(), count(self.model, 1).stored
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
         upcycles = before.experts != after.experts
-        look = self._logits_in_fp32 if upcycles else self._logits
-        logits = look(probe)
+        look = logits_in_fp32 if upcycles else logits_of
+        logits = look(self.model, probe)
         seed, start = self.config.training.seed, self.place.step
         freed = delink(self.model.layers, self.optimizers, after, config.moments, seed)
         materialize(self.optimizers)
         self._compile()
-        difference = (look(probe) - logits).abs().max().item()
+        difference = (look(self.model, probe) - logits).abs().max().item()
         measured = self._measure(config, freed, coming_of, start)
         return {
             "pattern_from": str(before),
@@ -412,19 +404,6 @@ class Run:
     def _some_text(self) -> PackedSequences:
         """Held-out sequences where there are any."""
         return self.validation.first if self.validation else next(iter(self.train.sources.values()))
-
-    @torch.no_grad()
-    def _logits(self, tokens: Tensor) -> Tensor:
-        hidden, _ = self.model(tokens)
-        return self.model.logits(hidden)
-
-    def _logits_in_fp32(self, tokens: Tensor) -> Tensor:
-        dtype, self.model.dtype = self.model.dtype, torch.float32
-        try:
-            with inference(self.model):
-                return self._logits(tokens)
-        finally:
-            self.model.dtype = dtype
 
     def _save(self, stage: Stage) -> None:
         self._where(stage)
