@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages, for every contestant: gradients are large and fresh
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # for every contestant, as `tenfold` sets it
 
 import torch
@@ -34,6 +33,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from tenfold.config.model import ModelConfig
+from tenfold.hardware.memory import keep_freed_memory
 from tenfold.nn.grouped import dispatch, sort_rows
 from tenfold.nn.moe import FeedForward, MixtureOfExperts
 
@@ -197,6 +197,7 @@ def main() -> None:
         "--cpu-time", action="store_true", help="count processor time, on one thread: for a machine that others use"
     )
     options = parser.parse_args()
+    keep_freed_memory()  # for every contestant, as `tenfold train` does
     if options.cpu_time:
         torch.set_num_threads(1)
     for name in ("experts", "prototypes", "tokens", "hidden", "ffn", "rounds"):

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from tenfold.config.model import ModelConfig
 from tenfold.config.run import DataConfig, RunConfig, TrainingConfig
 from tenfold.hardware.device import matrix_rate
-from tenfold.hardware.memory import peak_memory_bytes
+from tenfold.hardware.memory import keep_freed_memory, peak_memory_bytes
 from tenfold.nn.counting import count
 from tenfold.nn.products import product_dtype
 from tenfold.training.optimizers import build_optimizers
@@ -82,6 +82,7 @@ def main() -> None:
         "--threads", type=int, nargs="+", default=[torch.get_num_threads()], help="measured with each number of them"
     )
     arguments = parser.parse_args()
+    keep_freed_memory()  # as `tenfold train` does
     batch_size, length = map(int, arguments.shape.split("x"))
     config = RunConfig(
         model=ModelConfig(vocab_size=VOCABULARY, tie_embeddings=False, **SHAPES[arguments.size]),

@@ -72,12 +72,14 @@ def main(argv: list[str]) -> int:
     from tenfold.data.progress import Progress
     from tenfold.hardware.cores import usable_cores
     from tenfold.hardware.device import matrix_rate, pick_device
+    from tenfold.hardware.memory import keep_freed_memory
     from tenfold.reporting.tables import advice_table
     from tenfold.training.advising import decide
     from tenfold.training.setup import DTYPES, check_compiler, memory_for_state, resolve
     from tenfold.training.stages import plan_stages
 
     device = pick_device(config.training.device)
+    keep_freed_memory()  # as training does
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     vocabulary, mask = expected_vocabulary(config)
     ends = config.data.end_of_text or 0 if config.data.document_mask else None

@@ -43,9 +43,6 @@ tenfold COMMAND --help tells more of one."""
 def main(argv: list[str] | None = None) -> int:
     """Run a command; the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    # Large tensors on huge pages (PyTorch asks at its first): gradients are fresh in every step, and a fault for each
-    # 4 KiB of them can cost more than the product that makes them.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # An OpenMP thread without work spins before it sleeps, by GNU's default for milliseconds, on a processor that the
     # threads of Python that do a mixture's experts could use (`nn.workers`). This is a fraction of one.
     if "OMP_WAIT_POLICY" not in os.environ:

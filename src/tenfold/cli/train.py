@@ -111,7 +111,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     from tenfold.data.mixture import data_as_prepared, open_data
     from tenfold.hardware.cores import usable_cores
     from tenfold.hardware.device import pick_device
-    from tenfold.hardware.memory import is_out_of_memory
+    from tenfold.hardware.memory import is_out_of_memory, keep_freed_memory
     from tenfold.reporting.display import Display, closing_table
     from tenfold.reporting.metrics import MetricsWriter, read_metrics, write_atomically
     from tenfold.reporting.report import write_report
@@ -120,6 +120,7 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     from tenfold.training.stages import plan_stages
 
     device = pick_device(config.training.device)
+    keep_freed_memory()
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     plan_stages(config)  # its faults are told before any text is read
     data = open_data(config.data)

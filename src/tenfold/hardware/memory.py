@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -55,3 +56,22 @@ def kibibytes(path: Path, key: str) -> int | None:
     """The bytes of an entry such as "MemTotal: 16 kB", if the file has it."""
     match = re.search(rf"^{key}:\s+(\d+) kB", read_text(path), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
+
+
+# Options of glibc's mallopt, from its malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep what tensors of this process free for the next ones; whether it will.
+
+    glibc maps every block of more than 32 MB afresh and gives it back when it is freed. In training the same large
+    blocks (gradients above all) come and go in every step, and a page fault for each 4 KiB of them can cost more than
+    the product that fills them. From here on blocks are cut from one heap, which shrinks when more than 2 GiB at its
+    end are free. Leaves alone a C library without `mallopt`, and one whose user has set MALLOC_MMAP_MAX_ or
+    GLIBC_TUNABLES.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or "MALLOC_MMAP_MAX_" in os.environ or "GLIBC_TUNABLES" in os.environ:
+        return False
+    return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
