@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from runs import of_kind
 from tenfold.cli.main import main
-from tenfold.reporting.metrics import read_metrics
 
 
 def measured(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
@@ -18,10 +18,6 @@ def measured(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any
     assert main(["eval", *map(str, argv), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
-
-
-def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_metrics(run) if event["event"] == kind]
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-# Pages that had to be mapped while a tensor of 80 MB (19,532 pages of 4 KiB) is made and dropped ten times, after it was forty times.
+# Pages that had to be mapped while a tensor of 80 MB (19,532 pages of 4 KiB) is made and dropped ten times, after it
+# was made and dropped forty times.
 COUNT_FAULTS = """
 import resource, torch
 from tenfold.hardware.memory import keep_freed_memory
@@ -38,7 +39,8 @@ def faults(call: str, **environment: str) -> tuple[str, int]:
 def test_memory_that_is_freed_serves_the_next_tensor_without_new_pages() -> None:
     assert faults("None", THP_MEM_ALLOC_ENABLE="0")[1] > 150_000
     kept, count = faults("keep_freed_memory()", THP_MEM_ALLOC_ENABLE="0")
-    assert kept == "True" and count < 50_000
+    assert kept == "True"
+    assert count < 50_000
 
 
 def test_what_a_user_has_set_stays() -> None:

@@ -1,4 +1,4 @@
-"""A small corpus, prepared once, and a run file over it."""
+"""A small corpus, prepared once, and a run file over it; runs whose report is not made."""
 
 from __future__ import annotations
 
@@ -87,3 +87,10 @@ def run_file(shards: Path, tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def _without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take longer than these runs; the tests of `reporting` make them, and those here that are marked."""
+    if "report" not in request.keywords:
+        monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")

@@ -30,11 +30,6 @@ bias = true
 MOE = "[model.moe]\nexperts = 4\nprototypes = 2\nbalance_loss = 0.01\n"
 
 
-@pytest.fixture(autouse=True)
-def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
-
-
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in read_metrics(run) if event["event"] == kind]
 

@@ -40,11 +40,6 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counter
 
 
-@pytest.fixture(autouse=True)
-def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
-
-
 def test_joules_add_up_over_processes(meter: Counter) -> None:
     place = Place()
     for already in (0.0, 30.0):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
+from runs import final_state, losses, of_kind
 from tenfold.cli.main import main
 from tenfold.config.run import OptimConfig, RunConfig, TrainingConfig
-from tenfold.reporting.metrics import MetricsWriter, read_metrics
+from tenfold.reporting.metrics import MetricsWriter
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import Sharing
@@ -33,24 +33,6 @@ sharing = {sharing}
 moments = "{moments}"
 moments_steps = 3
 """
-
-
-@pytest.fixture(autouse=True)
-def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
-
-
-def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_metrics(run) if event["event"] == kind]
-
-
-def losses(run: Path) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in of_kind(run, "step")}
-
-
-def final_state(run: Path) -> dict[str, torch.Tensor]:
-    _, weights, optimizer = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    return {name: tensor.clone() for name, tensor in (weights | optimizer).items()}
 
 
 @pytest.mark.parametrize("moe", [{}, {"experts": 4, "prototypes": 2, "ffn": 8}], ids=["dense", "moe"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from runs import of_kind
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
 from tenfold.config.load import load_run
@@ -22,7 +23,7 @@ from tenfold.data.prepare import prepare
 from tenfold.data.sampling import PackedSequences
 from tenfold.data.shards import TokenData
 from tenfold.evaluation.loss import held_out_loss
-from tenfold.reporting.metrics import MetricsWriter, read_metrics
+from tenfold.reporting.metrics import MetricsWriter
 from tenfold.training.setup import load_model
 
 RUN = """
@@ -68,11 +69,6 @@ mixture = {{numbers = 1}}
 """
 
 
-@pytest.fixture(autouse=True)
-def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
-
-
 @pytest.fixture(scope="module")
 def numbers(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small second source, made with the first one's tokenizer."""
@@ -91,10 +87,6 @@ def run_file(shards: Path, numbers: Path, tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(RUN.format(shards=shards, numbers=numbers))
     return path
-
-
-def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_metrics(run) if event["event"] == kind]
 
 
 def test_a_run_over_two_sources_tells_shares_epochs_and_losses_of_each(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from runs import refused
 from tenfold.checkpoint import store, tensors
 from tenfold.checkpoint.store import load_checkpoint, save_checkpoint
 from tenfold.cli.main import main
@@ -63,13 +64,6 @@ def shared(tiny_decoder: Callable[..., Decoder], tmp_path: Path) -> Path:
     """A checkpoint of four layers that share everything, in a run directory."""
     model = tiny_decoder("all", dtype=torch.float32)
     return save(tmp_path / "run" / "checkpoints", model, trained(model, "adamw"), Sharing(Pattern([0] * 4)))
-
-
-def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(argv) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    return told
 
 
 CASES = [
@@ -199,9 +193,8 @@ def test_a_state_that_made_no_step_yet_is_carried_too(tiny_decoder: Callable[...
 
 
 def test_the_delinked_run_writes_and_evaluates_as_the_one_it_came_from(
-    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
     run, free = tmp_path / "pseudo", tmp_path / "free"
     stages = '[[stages]]\nname = "pseudo"\nsharing = "all"\n'
     assert main(["train", str(run_file(stages=stages)), "--out", str(run), "--training.steps", "4"]) == 0

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from runs import final_state, losses, of_kind, refused
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
 from tenfold.data.shards import TokenData
 from tenfold.evaluation.generation import generate
-from tenfold.reporting.metrics import MetricsWriter, read_metrics
+from tenfold.reporting.metrics import MetricsWriter
 from tenfold.training.setup import load_model
 
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
@@ -36,29 +37,6 @@ until = {{steps = 8}}
 name = "real"
 sharing = "none"
 """
-
-
-@pytest.fixture(autouse=True)
-def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
-
-
-def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_metrics(run) if event["event"] == kind]
-
-
-def losses(run: Path) -> list[float]:
-    return [event["loss"] for event in of_kind(run, "step")]
-
-
-def final_state(run: Path) -> dict[str, torch.Tensor]:
-    _, weights, optimizer = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    return {name: tensor.clone() for name, tensor in (weights | optimizer).items()}
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(arguments) == 2
-    return " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])

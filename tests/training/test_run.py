@@ -16,11 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
+from runs import final_state, losses, of_kind, refused
+from tenfold.checkpoint.store import list_checkpoints
 from tenfold.cli.main import main
 from tenfold.data.sampling import PackedSequences
 from tenfold.data.shards import TokenData
-from tenfold.reporting.metrics import MetricsWriter, read_metrics
+from tenfold.reporting.metrics import MetricsWriter
 from tenfold.training.setup import load_model
 
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
@@ -40,29 +41,6 @@ name = "four"
 sharing = "none"
 moments = "copy"
 """
-
-
-@pytest.fixture(autouse=True)
-def _without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take longer than these runs; the tests of `reporting` make them, and one test here."""
-    if "report" not in request.keywords:
-        monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
-
-
-def losses(run: Path) -> dict[int, float]:
-    events = [event for event in read_metrics(run) if event["event"] == "step"]
-    steps = [event["step"] for event in events]
-    assert steps == sorted(set(steps)), "each step stands once"
-    return {event["step"]: event["loss"] for event in events}
-
-
-def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_metrics(run) if event["event"] == kind]
-
-
-def final_state(run: Path) -> dict[str, torch.Tensor]:
-    _, weights, optimizer = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    return {name: tensor.clone() for name, tensor in (weights | optimizer).items()}  # they are views of the file
 
 
 def same_tensors(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -292,19 +270,6 @@ def test_validation_loss_does_not_depend_on_micro_batches(run_file: Callable[...
         main(["train", str(run_file()), "--out", str(out), "--training.micro-batch-size", micro])
         found.append([event["validation_loss"] for event in of_kind(out, "validation")])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one message of a command that exits with code 2."""
-    capsys.readouterr()
-    try:
-        code: object = main(arguments)
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.err + shown.out
-    return shown.err
 
 
 def test_bad_input_gets_one_clear_message(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from runs import refused
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
 from tenfold.config.load import load_run
@@ -24,11 +25,6 @@ from tenfold.training.setup import build_model, resolve
 
 PSEUDO = '[[stages]]\nname = "pseudo"\nsharing = "all"\n'
 GROUPS = '[[stages]]\nname = "groups"\nsharing = {groups = 2}\nuntil = "50%"\n[[stages]]\nname = "real"\n'
-
-
-@pytest.fixture(autouse=True)
-def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +184,10 @@ def test_what_does_not_fit_is_told_with_key_and_file(
 ) -> None:
     out = tmp_path / "real"
     argv = ["train", str(run_file(stages='[[stages]]\nname = "real"\n')), "--out", str(out)]
-    capsys.readouterr()
-    assert main([*argv, "--start.checkpoint", str(pseudo), *flags]) == 2
-    message = capsys.readouterr().err
-    assert told in message
-    assert "start.checkpoint = " in message
-    assert message.splitlines()[-1].startswith("tenfold: start.checkpoint")
+    for more in ([], ["--dry-run"]):
+        message = refused([*argv, "--start.checkpoint", str(pseudo), *flags, *more], capsys)
+        assert told in message
+        assert "tenfold: start.checkpoint = " in message
     assert not out.exists()
 
 

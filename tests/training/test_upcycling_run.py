@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from runs import final_state, of_kind
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
-from tenfold.reporting.metrics import MetricsWriter, read_metrics
+from tenfold.reporting.metrics import MetricsWriter
 from tenfold.training.setup import load_model
 
 MOE = """
@@ -52,21 +53,6 @@ until = "67%"
 name = "mixture"
 """
 CHAINS = {"layers first": LAYERS_FIRST, "experts first": EXPERTS_FIRST}
-
-
-@pytest.fixture(autouse=True)
-def _without_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "report" not in request.keywords:
-        monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
-
-
-def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_metrics(run) if event["event"] == kind]
-
-
-def final_state(run: Path) -> dict[str, torch.Tensor]:
-    _, weights, optimizer = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    return {name: tensor.clone() for name, tensor in (weights | optimizer).items()}
 
 
 @pytest.mark.parametrize(

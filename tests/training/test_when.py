@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
+from runs import final_state, losses, of_kind, refused
+from tenfold.checkpoint.store import list_checkpoints
 from tenfold.cli.main import main
 from tenfold.config.run import RunConfig
 from tenfold.data.mixing import Order
-from tenfold.reporting.metrics import MetricsWriter, read_metrics
+from tenfold.reporting.metrics import MetricsWriter
 from tenfold.sharing.correlation import LayerGradients
 from tenfold.sharing.patterns import Pattern
 from tenfold.training.sources import phases_of
@@ -38,24 +39,6 @@ rewarm = 1
 AT_ONCE = '{auto = "correlation", threshold = 0.999, checks = 2, every = 2, at_most = "75%"}'
 SPLIT = '{auto = "correlation", threshold = 0.5, checks = 2, every = 1, split = true, at_most = "75%"}'
 RETURNS = '{auto = "returns", checks = 2, every = 2, at_most = "75%"}'
-
-
-@pytest.fixture(autouse=True)
-def _without_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tenfold.reporting.report.write_report", lambda run: run / "report.html")
-
-
-def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_metrics(run) if event["event"] == kind]
-
-
-def losses(run: Path) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in of_kind(run, "step")}
-
-
-def final_state(run: Path) -> dict[str, torch.Tensor]:
-    _, weights, optimizer = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    return {name: tensor.clone() for name, tensor in (weights | optimizer).items()}
 
 
 def stages(until: str, sharing: str = '"all"', after: str = '"none"', moments: str = "rescale") -> str:
@@ -206,10 +189,13 @@ def test_a_run_is_delinked_when_its_gradients_part(run_file: Callable[..., Path]
 def test_a_run_whose_rule_never_ends_the_stage_goes_to_its_latest_end(
     run_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    out, until = tmp_path / "run", '{auto = "correlation", threshold = 0.0001, every = 3, at_most = {steps = 6}}'
+    out, until = (
+        tmp_path / "run",
+        '{auto = "correlation", threshold = 0.0001, every = 3, checks = 2, at_most = {steps = 7}}',
+    )
     assert main(["train", str(run_file(stages=stages(until))), "--out", str(out)]) == 0
-    assert [event["step"] for event in of_kind(out, "check")] == [3]
-    assert of_kind(out, "delink")[0]["step"] == 6
+    assert [event["step"] for event in of_kind(out, "check")] == [3, 6]
+    assert of_kind(out, "delink")[0]["step"] == 7
 
 
 def scripted(self: LayerGradients, pairs: list[tuple[int, int]]) -> list[float]:
@@ -311,18 +297,6 @@ def test_returns_decide_by_times_that_are_measured(run_file: Callable[..., Path]
     assert of_kind(out, "delink")[0]["step"] <= 9
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    try:
-        code: object = main(arguments)
-    except SystemExit as stop:
-        code = stop.code
-    assert code == 2
-    shown = capsys.readouterr()
-    assert "Traceback" not in shown.err + shown.out
-    return " ".join(shown.err.split())
-
-
 @pytest.mark.parametrize(
     ("until", "sharing", "after", "message"),
     [
@@ -341,6 +315,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ('"auto"', '"none"', '"none"', "frees none of"),
         ('"auto"', "{groups = 2}", "{groups = 2}", "frees none of"),
         ('{auto = "correlation", split = true}', '"all"', "{cycle = 2}", "leave split out"),
+        ('{auto = "correlation", every = 2, checks = 2, at_most = {steps = 4}}', '"all"', '"none"', "set every to 1"),
+        ('{auto = "returns", every = 1, checks = 3, at_most = {steps = 3}}', '"all"', '"none"', "set fewer checks"),
     ],
 )
 def test_a_rule_that_cannot_work_is_refused_before_the_run(
@@ -377,8 +353,8 @@ def test_what_was_read_before_a_decision_stays_and_nothing_is_skipped_or_repeate
                 "mixture": [{"name": "x", "path": "x", "weight": 3}, {"name": "y", "path": "y", "weight": 1}],
             },
             "stages": [
-                {"name": "a", "sharing": "all", "until": "auto"},
-                {"name": "b", "sharing": {"groups": 2}, "until": {"auto": "returns", "at_most": "80%"}},
+                {"name": "a", "sharing": "all", "until": {"auto": "correlation", "every": 50}},
+                {"name": "b", "sharing": {"groups": 2}, "until": {"auto": "returns", "every": 50, "at_most": "80%"}},
                 {"name": "c", "mixture": {"x": 1, "y": 2}},
             ],
         }

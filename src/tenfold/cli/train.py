@@ -67,13 +67,17 @@ def dry_run(config: RunConfig) -> int:
     from tenfold.reporting.display import dry_run_table
     from tenfold.training.setup import describe_stages, with_vocabulary
     from tenfold.training.stages import plan_stages
+    from tenfold.training.start import Start
 
     if config.model.vocab_size is None:
         model = with_vocabulary(config.model, *expected_vocabulary(config))
         config = config.model_copy(update={"model": model})
     training = config.training.model_copy(update={"precision": "fp32"})
     config = config.model_copy(update={"training": training})
-    Console().print(dry_run_table(describe_stages(config, plan_stages(config))))
+    stages = plan_stages(config)
+    if config.start.checkpoint is not None:
+        Start(config, stages[0], None)  # for its faults
+    Console().print(dry_run_table(describe_stages(config, stages)))
     return 0
 
 

@@ -111,6 +111,7 @@ def plan_stages(config: RunConfig, ends: Mapping[str, int] | None = None) -> lis
         _check_lengths(stage, length, where)
         batch = stage.batch_size or training.batch_size
         end: dict[str, Any] = stage.until or {"share": 1.0}
+        latest = " (at_most)" if "at_most" in end else ""
         end = end.get("at_most", end)
         if stage.name in (ends or {}):
             end = {"steps": (ends or {})[stage.name]}
@@ -125,15 +126,18 @@ def plan_stages(config: RunConfig, ends: Mapping[str, int] | None = None) -> lis
             last = step + math.ceil((end["tokens"] - sample * length) / (batch * length))
         if last <= step:
             raise TenfoldError(
-                f"{where} would have no steps: it ends at {_amount(end)}, and when it begins the run has reached "
-                f"{step} steps, {sample * length} tokens"
+                f"{where} would have no steps: it ends at {_amount(end)}{latest}, and when it begins the run has "
+                f"reached {step} steps, {sample * length} tokens"
             )
         stages.append(Stage(stage, sharing, batch, step, last, sample, length, weights))
         sample += (last - step) * batch
         step = last
     for number, (planned, following) in enumerate(pairwise(stages)):
         if planned.rule is not None:
-            _check_rule(planned, following, f"stages.{number} ({planned.name})")
+            where = f"stages.{number} ({planned.name})"
+            _check_rule(planned, following, where)
+            if planned.name not in (ends or {}):
+                _check_time(planned, planned.rule, where)
     return stages
 
 
@@ -167,6 +171,19 @@ def _check_rule(stage: Stage, following: Stage, where: str) -> None:
                 f"cannot be come to from {stage.sharing} by that: leave split out, or let the next stage share runs of "
                 "layers ({groups = N}) or none"
             ) from None
+
+
+def _check_time(stage: Stage, rule: dict[str, Any], where: str) -> None:
+    """There are as many checks in `stage` as the rule asks for before it decides; none comes after the last step."""
+    every, checks = int(rule["every"]), int(rule["checks"])
+    if every * checks < stage.steps:
+        return
+    most = (stage.steps - 1) // checks
+    remedy = f"set every to {most} or less" if most else "let it last longer (at_most) or set fewer checks"
+    raise TenfoldError(
+        f"{where}: until = auto could never decide: it looks every {every} steps and decides after {checks} checks in "
+        f"a row, and the stage has at most {stage.steps} steps; {remedy}"
+    )
 
 
 def _check_lengths(stage: StageConfig, length: int, where: str) -> None:
