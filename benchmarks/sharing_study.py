@@ -28,10 +28,11 @@ from tenfold.config.run import RunConfig
 
 MIXTURE = {"experts": 8, "prototypes": 2, "ffn": 96}
 QUESTIONS = {
-    "pattern": "Which layers share, for the first 20%",
-    "parts": "Which parts all layers share, for the first 20%",
+    "rate": "At which learning rate all layers share, for the first 20%",
     "until": "How long all layers share everything",
+    "pattern": "Which layers share, for the first 20%",
     "moments": "What state the freed layers start from, after 20%",
+    "parts": "Which parts all layers share, for the first 20%",
     "moe": "A mixture of experts: which layers and parts share, for the first 20%",
 }
 
@@ -45,27 +46,33 @@ class Case:
     stages: tuple[dict[str, Any], ...] = ()
     moments: str = "rescale"
     moe: bool = False
+    divide: bool = True
 
 
 def cases() -> list[Case]:
     """All of them; the first of dense and of moe never shares."""
     found = [Case("never", "never shared"), Case("never", "never shared", moe=True)]
 
-    def add(question: str, name: str, moe: bool = False, moments: str = "rescale", **stage: Any) -> None:
+    def add(
+        question: str, name: str, moe: bool = False, moments: str = "rescale", divide: bool = True, **stage: Any
+    ) -> None:
         stage = {"name": "pseudo", "sharing": "all", "until": "20%", **stage}
-        found.append(Case(question, name, (stage,), moments, moe))
+        found.append(Case(question, name, (stage,), moments, moe, divide))
+
+    add("rate", "of free layers", divide=False)
+    add("rate", "a quarter, of everything", divide=False, lr_scale=0.25)
+    for until in ("5%", "10%", "40%"):
+        add("until", until, until=until)
 
     patterns: list[Any] = ["all", *({kind: n} for kind in ("groups", "cycle") for n in (2, 3, 4)), "sandwich"]
     for pattern in patterns:
         name = pattern if isinstance(pattern, str) else " ".join(f"{kind} {n}" for kind, n in pattern.items())
         add("pattern", name, sharing=pattern)
+    for moments in ("copy", "reset", "measure"):
+        add("moments", moments, moments=moments)
     add("parts", "attention", parts=["attention"])
     add("parts", "ffn", parts=["ffn"])
     add("parts", "all but norms", parts=["attention", "ffn"])
-    for until in ("5%", "10%", "40%"):
-        add("until", until, until=until)
-    for moments in ("copy", "reset", "measure"):
-        add("moments", moments, moments=moments)
     for pattern in ("all", {"groups": 3}):
         add("moe", "all" if pattern == "all" else "groups 3", moe=True, sharing=pattern)
     add("moe", "attention", moe=True, parts=["attention"])
@@ -99,7 +106,7 @@ def configuration(case: Case, seed: int, tokens: int) -> RunConfig:
             "validation_sequences": 64,
             "log_every": 1000,
         },
-        "optim": {"lr": 4e-3, "warmup": 0.05},
+        "optim": {"lr": 4e-3, "warmup": 0.05, "divide_shared": case.divide},
         "checkpoint": {"every": 0, "keep": 1},
         "stages": stages,
     }
@@ -150,7 +157,8 @@ def questions_of(case: Case) -> list[tuple[str, str]]:
     if case.question == "never":
         return [(question, case.name) for question in QUESTIONS if case.moe == (question == "moe")]
     if (case.question, case.name) == ("pattern", "all"):
-        return [("pattern", "all"), ("parts", "everything"), ("until", "20%"), ("moments", "rescale")]
+        names = {"rate": "divided by 12", "until": "20%", "pattern": "all", "moments": "rescale", "parts": "everything"}
+        return list(names.items())
     return [(case.question, case.name)]
 
 

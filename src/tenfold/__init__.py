@@ -1,6 +1,6 @@
 """Tenfold: pretrain language models far larger than the machine. Share layers, delink them, train on.
 
-`share` and `delink` work on any model's list of layers; docs/library.md tells how.
+`share`, `divide_updates` and `delink` work on any model's list of layers; docs/library.md tells how.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tenfold.sharing.api import delink, share
     from tenfold.sharing.measuring import Measurement
+    from tenfold.sharing.rates import divide_updates
 
 __version__ = "0.1.0"
-__all__ = ["Measurement", "__version__", "delink", "share"]
+__all__ = ["Measurement", "__version__", "delink", "divide_updates", "share"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from tenfold.sharing.measuring import Measurement
 
         return Measurement
+    if name == "divide_updates":
+        from tenfold.sharing.rates import divide_updates
+
+        return divide_updates
     raise AttributeError(f"module 'tenfold' has no attribute {name!r}")

@@ -112,6 +112,10 @@ class OptimConfig(Section):
         description="adamw (fused), adafactor (factored second moment), or muon (matrices of layers; adamw the rest).",
     )
     lr: float = Field(3e-4, gt=0, description="Peak learning rate.")
+    divide_shared: bool = Field(
+        True,
+        description="Divide the rate of a parameter that q layers share by q: shared, it moves all of them at once.",
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of AdamW's first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's second moment.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")

@@ -86,7 +86,10 @@ def metrics_file(run: Path) -> Path:
         raise TenfoldError(f"there is no run directory {run}")
     path = run / FILE
     if not path.is_file():
-        raise TenfoldError(f"there is no {FILE} in {run}: it is no run directory, or its training never started")
+        raise TenfoldError(
+            f"there is no {FILE} in {run}: it is no run directory, its training never started, or it was "
+            "delinked on disk, which trains nothing"
+        )
     return path
 
 

@@ -12,6 +12,7 @@ from tenfold.checkpoint.tensors import Stored
 from tenfold.config.run import OptimConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
+from tenfold.sharing.rates import divide_updates
 
 
 def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
@@ -20,7 +21,8 @@ def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
     Weight decay is on the matrices of layers and the output matrix, not on embeddings, norms and biases. Muon takes
     the two-dimensional matrices of layers; the stacked experts are three-dimensional and stay with AdamW, as does
     the router. Muon's update is scaled to the size of AdamW's, so one learning rate serves both. The two halves of a
-    low-rank difference are trained as their matrix is, by the same rules.
+    low-rank difference are trained as their matrix is, by the same rules. The updates of what several layers share are
+    divided by their number (`sharing.rates`), unless `divide_shared` is off.
     """
     matrices, decayed, plain = [], [], []
     for name, parameter in model.named_parameters():
@@ -55,6 +57,8 @@ def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
             )
         )
     materialize(optimizers)
+    if config.divide_shared:
+        divide_updates(model.layers, optimizers)
     return optimizers
 
 
