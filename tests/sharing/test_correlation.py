@@ -58,7 +58,8 @@ def flat(gradients):
     ],
     ids=["all to none", "all to groups, experts", "cycle to none", "feed-forward alone"],
 )
-def test_correlations_and_gain_are_those_of_separate_layers(tiny_decoder, before, after, parts, moe):
+@pytest.mark.parametrize("divided", [False, True])
+def test_correlations_and_gain_are_those_of_separate_layers(tiny_decoder, before, after, parts, moe, divided):
     now, then = (Sharing(Pattern.parse(spec, 4), parts) for spec in (before, after))
     model = tiny_decoder(before, parts=parts, moe=moe)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -68,7 +69,7 @@ def test_correlations_and_gain_are_those_of_separate_layers(tiny_decoder, before
             seen.half = half
             backward(model, slice(2 * half, 2 * half + 2))
     pairs = now.pattern.neighbours()
-    found, gain = seen.correlations(pairs), seen.gain(0.5)
+    found, gain = seen.correlations(pairs), seen.gain(0.5, divided)
 
     _, halves = separate(tiny_decoder, model, moe=moe)
     shared = [n for n in halves[0][0][0] if now.of(part_of(model.layers[0], n), n).stored_blocks < 4]
@@ -84,12 +85,13 @@ def test_correlations_and_gain_are_those_of_separate_layers(tiny_decoder, before
 
     def progress(pattern):
         blocks = [[i for i, mine in enumerate(pattern.blocks) if mine == b] for b in range(pattern.stored_blocks)]
-        return sum(fall([sum(half[i] for i in block) for half in by_half]) for block in blocks)
+        falls = [fall([sum(half[i] for i in block) for half in by_half]) for block in blocks]
+        return sum(each / (len(block) if divided else 1) for each, block in zip(falls, blocks, strict=True))
 
     rest = [[*(g[n] for g in grads for n in g if n not in shared), *others] for grads, others in halves]
     besides = fall([flat(half) for half in rest])
     expected = (progress(then.pattern) + besides) / (progress(now.pattern) + besides)
-    assert 0 < expected < 4
+    assert 0 < expected < (16 if divided else 4)
     assert gain == pytest.approx(expected, rel=0.1)
 
     assert all(mine is theirs for mine, theirs in zip(model.parameters(), held, strict=True))
@@ -106,7 +108,7 @@ class Linear(nn.Module):
         self.chosen = gradient
 
 
-def gain_of(gradients, noise=0.0):
+def gain_of(gradients, noise=0.0, divided=False):
     layers = nn.ModuleList(Linear(gradient) for gradient in gradients)
     tie(layers, Sharing(Pattern([0] * len(layers))))
     random = torch.Generator().manual_seed(3)
@@ -116,7 +118,7 @@ def gain_of(gradients, noise=0.0):
             draws = [torch.randn(layer.chosen.shape, generator=random) for layer in layers]
             terms = zip(layers, draws, strict=True)
             sum((layer.weight * (layer.chosen + noise * draw)).sum() / 2 for layer, draw in terms).backward()
-    return seen.gain(0.5), seen.correlations([(0, 1)])[0]
+    return seen.gain(0.5, divided), seen.correlations([(0, 1)])[0]
 
 
 def test_equal_layers_gain_nothing_and_unrelated_ones_the_root_of_their_number():
@@ -128,6 +130,12 @@ def test_equal_layers_gain_nothing_and_unrelated_ones_the_root_of_their_number()
     gain, together = gain_of(list(unrelated))
     assert gain == pytest.approx(2.0, abs=0.1)  # the root of 4
     assert together == pytest.approx(0.0, abs=0.02)
+
+
+def test_divided_updates_gain_their_number_besides():
+    unrelated = torch.randn(4, 300, 200, generator=torch.Generator().manual_seed(0))
+    assert gain_of([unrelated[0]] * 4, divided=True)[0] == pytest.approx(4.0, abs=0.04)
+    assert gain_of(list(unrelated), divided=True)[0] == pytest.approx(8.0, abs=0.4)
 
 
 def test_where_noise_is_all_the_size_sharing_equal_layers_is_worth_its_root():

@@ -17,6 +17,7 @@ from typing import Any
 from tenfold.errors import TenfoldError
 from tenfold.integrations.stages import DELINKS_ALONE, Stages, StageSpec, Where, find_layers
 from tenfold.sharing.delinking import Moments
+from tenfold.sharing.rates import divide_updates
 from tenfold.sharing.tying import Layers
 
 try:
@@ -33,13 +34,20 @@ class SharingCallback(Callback):
 
     `layers`: where the module has its layers, such as "model.layers" or a function of the module. `stages`: for each
     stage its end and its pattern (and parts), such as [("20%", "all"), ("100%", "none")]; steps are those that
-    Lightning counts in `global_step`. `moments`: what optimizer state freed layers start from.
+    Lightning counts in `global_step`. `moments`: what optimizer state freed layers start from. `divide_shared`: whether
+    updates of what q layers share are divided by q, as `tenfold.divide_updates` does.
 
     Several processes may share but not delink, and strategies that shard parameters are refused: TenfoldError.
     """
 
-    def __init__(self, layers: Where, stages: Sequence[StageSpec], moments: Moments = "rescale") -> None:
-        self._where, self._stages = layers, Stages(stages, moments)
+    def __init__(
+        self,
+        layers: Where,
+        stages: Sequence[StageSpec],
+        moments: Moments = "rescale",
+        divide_shared: bool = True,
+    ) -> None:
+        self._where, self._stages, self._divides = layers, Stages(stages, moments), divide_shared
         self._number = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -70,6 +78,8 @@ class SharingCallback(Callback):
         if self._stages.need_length and math.isinf(trainer.estimated_stepping_batches):
             raise TenfoldError("a stage that ends at a share of the run needs max_steps or max_epochs; or give steps")
         self._advance(trainer, pl_module)
+        if self._divides:
+            divide_updates(self._layers(pl_module), trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._advance(trainer, pl_module)

@@ -22,10 +22,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from tenfold.errors import TenfoldError
 from tenfold.integrations.stages import DELINKS_ALONE, Stages, StageSpec, Where, find_layers
 from tenfold.sharing.delinking import Moments
+from tenfold.sharing.rates import divide_updates
 from tenfold.sharing.tying import Layers, tables
 
 try:
@@ -44,13 +46,21 @@ class SharingCallback(TrainerCallback):
 
     `layers`: where the model has its layers, such as "model.layers" or a function of the model. `stages`: for each
     stage its end and its pattern (and parts), such as [("20%", "all"), ("100%", "none")]. `moments`: what optimizer
-    state freed layers start from.
+    state freed layers start from. `divide_shared`: whether updates of what q layers share are divided by q, as
+    `tenfold.divide_updates` does.
 
     Several processes may share but not delink, and FSDP and DeepSpeed are refused: TenfoldError from the Trainer.
     """
 
-    def __init__(self, layers: Where, stages: Sequence[StageSpec], moments: Moments = "rescale") -> None:
-        self._where, self._stages = layers, Stages(stages, moments)
+    def __init__(
+        self,
+        layers: Where,
+        stages: Sequence[StageSpec],
+        moments: Moments = "rescale",
+        divide_shared: bool = True,
+    ) -> None:
+        self._where, self._stages, self._divides = layers, Stages(stages, moments), divide_shared
+        self._division: list[RemovableHandle] = []
         self._model: weakref.ref[nn.Module] | None = None
         self._optimizers: list[Optimizer] = []
         self._number = 0
@@ -79,6 +89,8 @@ class SharingCallback(TrainerCallback):
             )
         else:
             self._enter(model, number, state.global_step)
+        if self._divides:
+            self._division = divide_updates(self._layers(model), optimizer)
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
@@ -90,6 +102,8 @@ class SharingCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         setattr(model, _RENAMING, self._renaming)
+        for handle in self._division:
+            handle.remove()
 
     def _attach(self, model: nn.Module) -> None:
         """Bring a model that is new here to the first stage, and be there when it is given weights."""

@@ -137,7 +137,7 @@ class LayerGradients:
             found.append(max(-1.0, min(1.0, float(dots[one, other]) / norms)) if norms > 0 else 0.0)
         return found
 
-    def gain(self, first_half: float) -> float:
+    def gain(self, first_half: float, divided: bool) -> float:
         """How much faster the loss is predicted to fall, a step, once the layers are free.
 
         An optimizer that divides by the size of gradients (AdamW, Adafactor, Muon) moves a block whose layers have the
@@ -145,18 +145,20 @@ class LayerGradients:
         To first order the loss then falls by lr <signal of G, signal of G> / rms(G). The signal's square is the product
         of the gradients of two halves of the batch, whose noise is independent; `first_half` is the share of the batch
         that the first one is. The gain is the sum of this over the blocks of the next stage, over its sum over those of
-        now; what trains besides is in both. It lies between 0 and the most layers that one block is freed into.
+        now; what trains besides is in both. Where updates are `divided` by the layers that share (`sharing.rates`), so
+        is each block's part. The gain lies between 0 and r, the most layers that one block is freed into, or r^2.
         """
         shares = (first_half, 1 - first_half)
         now = after = 0.0
         most = 1
         for kind, (sketches, coordinates) in self._kinds.items():
-            now += sum(_fall(_of_blocks(sketches, kind.now), coordinates, shares))
-            after += sum(_fall(_of_blocks(sketches, kind.after), coordinates, shares))
+            now += _progress(sketches, kind.now, coordinates, shares, divided)
+            after += _progress(sketches, kind.after, coordinates, shares, divided)
             most = max(most, *(kind.now.uses(block) for block in range(kind.now.stored_blocks)))
         if self._rest is not None:
             besides = sum(_fall(self._rest[0], self._rest[1], shares))
             now, after = now + besides, after + besides
+        most = most**2 if divided else most
         if after <= 0:
             return 0.0
         return float(most) if now <= 0 else min(after / now, float(most))
@@ -191,6 +193,14 @@ def _of_blocks(sketches: Tensor, pattern: Pattern) -> Tensor:
     """The sketches of layers added up to those of blocks, [halves, blocks, m]."""
     out = sketches.new_zeros(HALVES, pattern.stored_blocks, sketches.shape[2])
     return out.index_add_(1, torch.tensor(pattern.blocks, device=sketches.device), sketches)
+
+
+def _progress(
+    sketches: Tensor, pattern: Pattern, coordinates: int, shares: tuple[float, float], divided: bool
+) -> float:
+    """How much the loss falls in a step of the blocks of `pattern`, but for the learning rate."""
+    falls = _fall(_of_blocks(sketches, pattern), coordinates, shares)
+    return sum(fall / (pattern.uses(block) if divided else 1) for block, fall in enumerate(falls))
 
 
 def _fall(sketches: Tensor, coordinates: int, shares: tuple[float, float]) -> list[float]:

@@ -29,11 +29,13 @@ def divide_updates(layers: Layers, optimizer: Optimizer | Iterable[Optimizer]) -
     """From now on divide every update of a parameter by the number of `layers` that use it then.
 
     `layers`: the model's list of layers, shared already or later on; delinking them needs no further word. `optimizer`:
-    those that train them, one or several. Gives handles whose `remove()` ends it.
+    those that train them, one or several, in Accelerate's wrapping or without. Gives handles whose `remove()` ends it.
+    Call it once: a second call divides again.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     handles = []
     for each in optimizers:
+        each = getattr(each, "optimizer", each)  # a wrapper's step is not hooked, but what it wraps is
         division = _Division(layers)
         handles.append(each.register_step_pre_hook(division.begin))
         handles.append(each.register_step_post_hook(division.end))

@@ -91,7 +91,7 @@ class Watch:
                     model, self.following, coming, config, seconds / count if count else math.nan
                 )
             first_half = sum(len(part.inputs) for part in parts[::2]) / sum(len(part.inputs) for part in parts)
-            decision = self.by_returns(gradients.gain(first_half))
+            decision = self.by_returns(gradients.gain(first_half, config.optim.divide_shared))
         return Decision(numbers | decision.numbers, decision.ends, decision.cuts)
 
     def by_correlation(self, pairs: Sequence[Pair], correlations: Sequence[float]) -> Decision:
