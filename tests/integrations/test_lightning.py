@@ -98,6 +98,7 @@ def test_the_run_is_a_loop_of_ones_own_with_share_and_delink(uninterrupted):
     module = Module()
     tenfold.share(module.layers)
     (optimizer,), (schedule,) = module.configure_optimizers()
+    tenfold.divide_updates(module.layers, optimizer)
     for step in range(6):
         for batch in DATA.split(2):
             (module.training_step(batch, 0) / 2).backward()

@@ -123,6 +123,9 @@ class ByHand(transformers.TrainerCallback):
     def __init__(self, kind):
         self.kind = kind
 
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
+        tenfold.divide_updates(model.get_submodule(KINDS[self.kind]), optimizer)
+
     def on_step_end(self, args, state, control, model=None, optimizer=None, **_):
         for step, pattern in ((2, {"groups": 2}), (4, "none")):
             if state.global_step == step:

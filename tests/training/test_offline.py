@@ -333,11 +333,11 @@ print(peak_memory_bytes(cpu) - before)
 def test_memory_does_not_hang_on_the_size_of_the_checkpoint(
     shared: Path, tiny_decoder: Callable[..., Decoder], tmp_path: Path
 ) -> None:
-    model = tiny_decoder("all", dtype=torch.float32, hidden=64, ffn=2**16, layers=2)
+    model = tiny_decoder("all", dtype=torch.float32, hidden=64, ffn=2**17, layers=2)
     large = save(tmp_path / "large", model, trained(model, "adamw", steps=1), Sharing(Pattern([0, 0])))
-    assert sum(file.stat().st_size for file in large.iterdir()) > 140e6
+    assert sum(file.stat().st_size for file in large.iterdir()) > 280e6
     command = [sys.executable, "-c", _MEASURED, str(shared), str(large), str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    assert int(done.stdout) < 64e6
+    assert int(done.stdout) < 128e6
