@@ -5,7 +5,7 @@ over several seeds, all for the same tokens, and compares each with the model th
 go to --out, one line a run: what is there is not trained again, so that the study can be stopped, and several processes
 can share the work (--seeds 1 in one, --seeds 2 in another). Prints a table for each question; --plot draws them.
 
-    python benchmarks/sharing_study.py                       # everything: about an hour on one core
+    python benchmarks/sharing_study.py                       # everything: about an hour and a half on one core
     python benchmarks/sharing_study.py --only pattern --seeds 1
     python benchmarks/sharing_study.py --table --plot docs/sharing-study.svg
 """
