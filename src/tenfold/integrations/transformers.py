@@ -89,6 +89,8 @@ class SharingCallback(TrainerCallback):
             )
         else:
             self._enter(model, number, state.global_step)
+        for handle in self._division:  # of a training that was broken off
+            handle.remove()
         if self._divides:
             self._division = divide_updates(self._layers(model), optimizer)
 
