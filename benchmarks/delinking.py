@@ -9,7 +9,7 @@ layers free throughout. With `--rank 8` every run that shares is made once more 
 the first stage, which lasts as long again.
 
     python benchmarks/delinking.py [--seeds 3] [--tokens 300000] [--share 0.25] [--sharing all]
-        [--moments copy rescale reset] [--objective next-token] [--experts layer] [--rank 0]
+        [--moments copy rescale reset] [--objective next-token] [--experts layer] [--rank 0] [--undivided]
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def configuration(
     objective: str,
     experts: str = "free",
     rank: int = 0,
+    divide: bool = True,
 ) -> RunConfig:
     """The run of one seed; `moments` None never shares, `rank` 0 has no relaxed stage."""
     real: dict[str, Any] = {"name": "real", "sharing": "none"}
@@ -75,7 +76,7 @@ def configuration(
             "validation_sequences": 48,
             "log_every": 1000,
         },
-        "optim": {"lr": 2e-3, "warmup": 0.05},
+        "optim": {"lr": 2e-3, "warmup": 0.05, "divide_shared": divide},
         "checkpoint": {"every": 0, "keep": 1},
         "stages": stages,
     }
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--objective", default="next-token")
     parser.add_argument("--experts", choices=["free", "prototype", "layer"], default="free")
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--undivided", action="store_true", help="share at the learning rate of free layers")
     arguments = parser.parse_args()
     table = Table("run", "final loss", "difference to never", "loss change after delinking", "seconds", box=None)
     masked = arguments.objective == "masked"
@@ -129,7 +131,7 @@ def main() -> None:
         found = []
         for seed in range(1, arguments.seeds + 1):
             how = (arguments.tokens, arguments.share, arguments.sharing, moments, arguments.objective)
-            config = configuration(seed, *how, arguments.experts, rank)
+            config = configuration(seed, *how, arguments.experts, rank, not arguments.undivided)
             found.append(measure(config))
             console.print(f"{name}, seed {seed}: {found[-1]}")
         finals = [each["final"] for each in found]
