@@ -14,6 +14,7 @@ FLOORS = [
     "evaluation",
     "checkpoint",
     "integrations",
+    "parallel",
     "sharing",
     "nn",
     "data",

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tenfold.nn.attention import Attention, Context, rotary_table, rotate
+from tenfold.nn.attend import Context
+from tenfold.nn.attention import Attention, rotary_table, rotate
 
 
 def test_rotary_turns_each_pair_as_a_complex_number(sample):

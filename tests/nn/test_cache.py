@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tenfold.nn.attention import Context
+from tenfold.nn.attend import Context
 from tenfold.nn.cache import KeyValueCache
 
 SHAPES = {

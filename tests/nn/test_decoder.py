@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tenfold.nn.attention import Context, rotary_table
+from tenfold.nn.attend import Context
+from tenfold.nn.attention import rotary_table
 
 TOKENS = torch.arange(14).view(2, 7) * 3 % 50
 SHAPES = {

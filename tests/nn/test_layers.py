@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from tenfold.nn.attention import Context
+from tenfold.nn.attend import Context
 from tenfold.nn.decoder import Block
 from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.moe import FeedForward

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tenfold.nn.attention import Context
+from tenfold.nn.attend import Context
 from tenfold.nn.decoder import Block
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, MixtureOfExperts
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tenfold.nn import products
-from tenfold.nn.attention import Context, attend
+from tenfold.nn.attend import Context, attend
 from tenfold.nn.loss import cross_entropy_sum
 from tenfold.nn.products import linear, product_dtype
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from tenfold.config.load import build, dump_toml, leaves, load_run, parse_flags, read_toml
+from tenfold.config.parallel import ParallelConfig
 from tenfold.config.run import EnergyConfig, RunConfig
 from tenfold.errors import TenfoldError
 
@@ -39,6 +40,7 @@ examples:
 # What may differ between a run and its resumption: nothing that training depends on.
 _FREE = {"training.log_every", "training.validate_every", "training.device", "checkpoint.every", "checkpoint.keep"}
 _FREE |= {f"energy.{key}" for key in EnergyConfig.model_fields}
+_FREE |= {f"parallel.{key}" for key in ParallelConfig.model_fields}
 
 _BEGINNING = {".lock", "tokenizer.json"}
 

@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from tenfold.config.base import Section
 from tenfold.config.model import ModelConfig
-from tenfold.config.units import Count, Lengths, OptionalCount, Share, Sharing, Until, Weights
+from tenfold.config.parallel import ParallelConfig
+from tenfold.config.units import Count, Degrees, Lengths, OptionalCount, Share, Sharing, Until, Weights
 
 Part = Literal["attention", "ffn", "experts", "router", "norms"]
 
@@ -210,6 +211,9 @@ class StageConfig(Section):
         description="Tokens in a sequence of this stage, into which samples of data.sequence_length are cut: a number, "
         'or {from = 64, to = 1024, over = "50%"} (of the stage; or steps), which grows. Unset: they stay whole.',
     )
+    parallel: Degrees = Field(
+        None, description="Degrees of [parallel] that differ in this stage, {tensor = 2, data_shard = 4}; unset: none."
+    )
     lr_scale: float = Field(1.0, gt=0, description="Multiplies the learning rate in this stage.")
     rewarm: int = Field(0, ge=0, description="Steps over which the rate rises again when this stage begins.")
 
@@ -256,6 +260,7 @@ class RunConfig(Section):
     training: TrainingConfig = TrainingConfig(steps=1000)
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
     energy: EnergyConfig = EnergyConfig()
     stages: list[StageConfig] = Field([StageConfig()], min_length=1, description="Stages in order.")
     evaluations: list[EvaluationConfig] = Field([], description="What the model is asked besides.")

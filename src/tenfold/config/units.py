@@ -237,6 +237,43 @@ Weights = Annotated[
 ]
 
 
+AXES = ("data_replicate", "data_shard", "tensor", "context", "pipeline", "expert")
+"""The axes along which ranks split a run. `expert` folds over data_shard and context; the others multiply."""
+
+
+def parse_degree(value: Any) -> int | str:
+    """A number of ranks, or "auto"."""
+    if value == "auto" or (type(value) is int and value > 0):
+        degree: int | str = value
+        return degree
+    raise ValueError('expected a number of ranks, 1 or more, or "auto"')
+
+
+def _degree_of(text: str) -> int | str:
+    return parse_degree(int(text) if text.isdecimal() else text)
+
+
+def parse_degrees(value: Any) -> dict[str, int | str]:
+    """Degrees by axis, {tensor = 2, data_shard = "auto"}; tensor=2,data_shard=auto on the command line."""
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in _without_brackets(value).split(",")]
+        value = {name.strip(): _degree_of(degree.strip(" \"'")) for name, _, degree in pairs}
+    if not isinstance(value, dict) or not value:
+        raise ValueError("expected degrees by axis, for example {tensor = 2, data_shard = 4}")
+    for axis in value:
+        if axis not in AXES:
+            raise ValueError(f"there is no axis {axis!r}; there are {', '.join(AXES)}")
+    return {axis: parse_degree(degree) for axis, degree in value.items()}
+
+
+Degree = Annotated[int | str, BeforeValidator(parse_degree), _flag(_degree_of, "N|auto")]
+Degrees = Annotated[
+    dict[str, int | str] | None,
+    BeforeValidator(lambda value: None if value is None else parse_degrees(value)),
+    _flag(lambda text: None if text == "None" else parse_degrees(text), "tensor=2,data_shard=4", _show_pairs),
+]
+
+
 def parse_lengths(value: Any) -> int | dict[str, float | int]:
     """A sequence length, or one that grows: {from = 64, to = 1024, over = "50%", root = 1}.
 

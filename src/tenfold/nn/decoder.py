@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tenfold.config.model import ModelConfig
-from tenfold.nn.attention import Attention, Context, rotary_table
+from tenfold.nn.attend import Context
+from tenfold.nn.attention import Attention, rotary_table
 from tenfold.nn.cache import KeyValueCache
 from tenfold.nn.documents import documents_of
 from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.moe import FeedForward, MixtureOfExperts
+from tenfold.nn.ranks import ALONE, Ranks
 
 
 class Block(nn.Module):
@@ -23,14 +25,15 @@ class Block(nn.Module):
     With `recompute` only the layer's input is kept for the backward pass, and the routing decision: it is made once.
     """
 
-    def __init__(self, config: ModelConfig, recompute: bool = False) -> None:
+    def __init__(self, config: ModelConfig, recompute: bool = False, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.recompute = recompute
         self.post_norm = config.norm_position == "post"
         self.attention_norm = Norm(config, config.hidden)
-        self.attention = Attention(config)
+        self.attention = Attention(config, ranks)
         self.ffn_norm = Norm(config, config.hidden)
-        self.ffn = MixtureOfExperts(config) if config.moe.experts else FeedForward(config, config.ffn)
+        routed = config.moe.experts > 0
+        self.ffn = MixtureOfExperts(config, ranks) if routed else FeedForward(config, config.ffn, ranks)
 
     def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The layer's output, and its statistics (see `nn.moe`; empty for a dense layer)."""
@@ -100,9 +103,10 @@ class Decoder(nn.Module):
         max_positions: int,
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.dtype = dtype
         assert config.vocab_size is not None
         self.vocab_size = config.vocab_size
@@ -114,7 +118,7 @@ class Decoder(nn.Module):
         self.positions = nn.Embedding(self.max_positions, columns) if learned else None
         self.embedding_norm = Norm(config, columns) if config.embedding_norm else None
         self.projection = Linear(columns, config.hidden, bias=config.bias) if factorised else None
-        self.layers = nn.ModuleList(Block(config, recompute) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, recompute, ranks) for _ in range(config.layers))
         self.norm = None if post_norm else Norm(config, config.hidden)
         self.transform = Transform(config) if masked or factorised else None
         self.head = None if config.tie_embeddings else Linear(columns, config.padded_vocab(), bias=False)
@@ -123,7 +127,8 @@ class Decoder(nn.Module):
     def forward(self, tokens_BT: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor]:
         """The final hidden states [B, T, D] and the statistics of every layer [L, columns of `nn.moe`] in fp32.
 
-        With `cache` the tokens go on from those that it holds, and are held from then on.
+        With `cache` the tokens go on from those that it holds, and are held from then on. Where ranks split sequences
+        all of them are given whole ones, and each gets the hidden states of its own positions.
         """
         length, positions_BT, starts = tokens_BT.shape[1], None, None
         caches = () if cache is None else cache.begin(tokens_BT)
@@ -131,10 +136,15 @@ class Decoder(nn.Module):
             length, positions_BT = caches[0].end, caches[0].positions
         elif self.config.document_end is not None:
             starts, positions_BT = documents_of(tokens_BT, self.config.document_end)
-        x_BTD = self.embedding(tokens_BT)
+        ranks = self.ranks
+        if ranks.split and ranks.context.size > 1:
+            if positions_BT is None:
+                positions_BT = torch.arange(length, device=tokens_BT.device).expand_as(tokens_BT)
+            tokens_BT, positions_BT = ranks.context.own(tokens_BT), ranks.context.own(positions_BT)
+        x_BTD = ranks.tensor.embed(tokens_BT, self.embedding.weight)
         if self.positions is not None:
             rows = self.positions.weight[:length]
-            x_BTD = x_BTD + (rows if positions_BT is None else F.embedding(positions_BT, rows))
+            x_BTD = x_BTD + ranks.tensor.own(rows[None] if positions_BT is None else F.embedding(positions_BT, rows))
         x_BTD = x_BTD.to(self.dtype)
         if self.embedding_norm is not None:
             x_BTD = self.embedding_norm(x_BTD)
@@ -167,4 +177,5 @@ class Decoder(nn.Module):
         inner = self.before_output(hidden_BTD)
         logits = F.linear(inner, self.output_weight.to(inner.dtype))
         logits = logits.to(torch.promote_types(inner.dtype, torch.float32))
-        return (logits if self.output_bias is None else logits + self.output_bias)[..., : self.vocab_size]
+        logits = logits if self.output_bias is None else logits + self.output_bias
+        return self.ranks.tensor.gather_vocabulary(logits)[..., : self.vocab_size]

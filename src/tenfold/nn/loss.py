@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tenfold.nn.products import product_dtype
+from tenfold.nn.ranks import ALONE, TensorRanks
 
 IGNORE = -100
 
@@ -25,6 +26,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         chunk: int,
         bias_V: Tensor | None,
+        ranks: TensorRanks,
+        counted_N: Tensor | None,
     ) -> Tensor:
         dtype = product_dtype(hidden_ND)
         weight = weight_VD.to(hidden_ND.dtype).to(dtype)
@@ -39,17 +42,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits = (hidden @ weight.t()).to(wide)
             if bias_V is not None:
                 logits += bias_V
-            logits[:, vocab_size:] = -torch.inf
+            logits[:, max(0, vocab_size - ranks.first_row) :] = -torch.inf
             valid = (targets != IGNORE)[:, None]
-            safe = targets[:, None].where(valid, 0)
+            row = targets[:, None] - ranks.first_row
+            mine = valid if ranks.size == 1 else valid & (row >= 0) & (row < len(weight))
+            safe = row.where(mine, 0)
             # One exponential serves the loss and, divided by its sum, the gradient; all in the memory of the logits.
-            chosen, largest = logits.gather(1, safe), logits.amax(-1, keepdim=True)
+            chosen, largest = logits.gather(1, safe).where(mine, 0), ranks.maximum(logits.amax(-1, keepdim=True))
             powers = logits.sub_(largest).exp_()
-            sums = powers.sum(-1, keepdim=True)
-            total += ((sums.log() + largest - chosen) * valid).sum()
+            sums, chosen = ranks.add(torch.stack((powers.sum(-1, keepdim=True), chosen)))
+            counted = valid if counted_N is None else valid & counted_N[start : start + chunk, None]
+            total += ((sums.log() + largest - chosen) * counted).sum()
             if grad_hidden is None or grad_weight is None:
                 continue
-            grad = powers.mul_(valid / sums).scatter_add_(1, safe, -valid.to(wide)).to(dtype)
+            grad = powers.mul_(valid / sums).scatter_add_(1, safe, -mine.to(wide)).to(dtype)
             grad_hidden[start : start + chunk] = grad @ weight
             if grad_weight.dtype == dtype:
                 grad_weight.addmm_(grad.t(), hidden)
@@ -65,7 +71,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         grad_bias = None if grad_bias is None else grad_bias * grad_total
-        return grad_hidden * grad_total.to(grad_hidden.dtype), grad_weight * grad_total, None, None, None, grad_bias
+        return (
+            grad_hidden * grad_total.to(grad_hidden.dtype),
+            grad_weight * grad_total,
+            *3 * [None],
+            grad_bias,
+            None,
+            None,
+        )
 
 
 def cross_entropy_sum(
@@ -75,14 +88,26 @@ def cross_entropy_sum(
     vocab_size: int,
     chunk: int = 512,
     bias_V: Tensor | None = None,
+    ranks: TensorRanks = ALONE.tensor,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """The sum (never a mean) over tokens of -log p(target), a scalar in fp32 or wider.
 
     `hidden` [..., D] and `targets` [...] (int64; `IGNORE` is left out); rows of `weight_VD` from `vocab_size` on only
     pad it and have no probability; `bias_V` (as many entries as it has rows) is added to the logits. At most `chunk`
     tokens' logits exist at once.
+
+    `ranks` may split the rows of the matrix (and the bias); every one of them has the same `hidden`, and gets its part
+    of the gradient. The sum is over the targets that `counted` [...] (bool) names, the gradient is that of all.
     """
     total: Tensor = _ChunkedCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight_VD, targets.reshape(-1), vocab_size, chunk, bias_V
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight_VD,
+        targets.reshape(-1),
+        vocab_size,
+        chunk,
+        bias_V,
+        ranks,
+        None if counted is None else counted.reshape(-1),
     )
     return total

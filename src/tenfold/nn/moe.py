@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tenfold.config.model import ModelConfig, MoEConfig
-from tenfold.nn.grouped import combine, dispatch, feed_forward_rows, keep_rows, sort_rows
+from tenfold.nn.grouped import feed_forward_rows, keep_rows, sort_rows
 from tenfold.nn.layers import Linear
 from tenfold.nn.products import linear
+from tenfold.nn.ranks import ALONE, Ranks
 from tenfold.nn.routing import choose, count_by_sequence, gates_and_losses
 
 # Columns of a layer's statistics, before the E columns of tokens per expert. All are sums over tokens.
@@ -34,16 +35,18 @@ BALANCE, Z_LOSS, DROPPED, LOADS = 0, 1, 2, 3
 class FeedForward(nn.Module):
     """Dense feed-forward: GELU (two matrices) or SwiGLU (three)."""
 
-    def __init__(self, config: ModelConfig, width: int) -> None:
+    def __init__(self, config: ModelConfig, width: int, ranks: Ranks = ALONE) -> None:
         super().__init__()
+        self.ranks = ranks
         self.gate = Linear(config.hidden, width, bias=config.bias) if config.activation == "swiglu" else None
         self.up = Linear(config.hidden, width, bias=config.bias)
         self.down = Linear(width, config.hidden, bias=config.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)
-        inner = F.gelu(up) if self.gate is None else F.silu(self.gate(x)) * up
-        return self.down(inner)
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = self.ranks.tensor.gather(x_BTD)
+        up = self.up(x_BTD)
+        inner = F.gelu(up) if self.gate is None else F.silu(self.gate(x_BTD)) * up
+        return self.ranks.tensor.project(self.down, inner)
 
 
 class Experts(nn.Module):
@@ -75,13 +78,14 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Router, routed experts, and shared experts if any. Returns the output and the layer's statistics."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         moe = config.moe
-        self.config = moe
+        self.config, self.ranks = moe, ranks
         self.router: nn.Linear | None = nn.Linear(config.hidden, moe.experts, bias=False)  # None: experts share
         self.experts = Experts(config)
-        self.shared = FeedForward(config, moe.shared_experts * config.expert_ffn) if moe.shared_experts else None
+        shared = moe.shared_experts * config.expert_ffn
+        self.shared = FeedForward(config, shared, ranks) if shared else None
         # Added to the probabilities when experts are chosen, never to the gates (arXiv 2408.15664).
         self.balance_bias = nn.Parameter(torch.zeros(moe.experts), requires_grad=False) if moe.bias_rate else None
 
@@ -90,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         filled one nothing is chosen anew."""
         moe = self.config
         if self.router is None:
-            y_BTD = self.experts.dense(x_BTD)
+            y_BTD = self.ranks.tensor.sum(self.experts.dense(self.ranks.tensor.gather(x_BTD)))
             nothing = torch.zeros(LOADS + moe.experts, device=x_BTD.device)
             return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), nothing
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -106,13 +110,12 @@ class MixtureOfExperts(nn.Module):
         if moe.capacity != "dropless" and self.training:
             rows = keep_rows(rows, self._within_capacity(choice_NC, rows.choices, loads_BE, x_BTD.shape[1]), choice_NC)
             dropped = dropped + (choice_NC.numel() - len(rows.choices))
-        x_RD, gates_R = dispatch(x_ND, gates_NC, rows)
-        y_ND = combine(self.experts(x_RD, gates_R, rows.per_expert), rows)
+        y_BTD = self.ranks.expert.apply(self.experts, x_ND, gates_NC, rows).view_as(x_BTD)
         if self.shared is not None:
-            y_ND = y_ND + self.shared(x_ND)
+            y_BTD = y_BTD + self.shared(x_BTD)
 
         losses = torch.stack((balance.float(), z_loss.float(), dropped))
-        return y_ND.view_as(x_BTD), torch.cat((losses, loads_BE.sum(0).to(torch.float32)))
+        return y_BTD, torch.cat((losses, loads_BE.sum(0).to(torch.float32)))
 
     def share(self, sets: int) -> None:
         """Keep the weights of the first `sets` experts alone, for all of them: the prototypes' or, if 1, the layer's.

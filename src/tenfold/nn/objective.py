@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tenfold.config.model import ModelConfig
 from tenfold.data.sampling import mix
-from tenfold.nn.loss import cross_entropy_sum
+from tenfold.nn.loss import IGNORE, cross_entropy_sum
 
 if TYPE_CHECKING:
     from tenfold.nn.decoder import Decoder
@@ -99,12 +99,31 @@ def _random_words(seed: int | str, first_sample: int, batch: int, positions: int
     return mix(np.add(mix(samples_B1 ^ keys), counter_BT, dtype=np.uint64))
 
 
-def loss_sum(model: Decoder, hidden_BTD: Tensor, example: Example, chunk: int) -> Tensor:
-    """The sum over predicted places of -log p(target), a scalar; logits are made at these places alone."""
-    hidden = at_places(hidden_BTD, example)
+def loss_sum(model: Decoder, hidden: Tensor, example: Example, chunk: int) -> Tensor:
+    """The sum over predicted places of -log p(target), a scalar; logits are made at these places alone.
+
+    Where ranks split sequences `hidden` is of this rank's positions, and the sum over the ranks is the whole.
+    """
+    ranks, targets, counted = model.ranks, example.targets, None
+    if ranks.split:
+        inner = ranks.tensor.gather(model.before_output(hidden))
+        targets = ranks.context.own(_at_all_places(example))
+        counted = ranks.tensor.mine(targets)
+        if example.places is not None:
+            predicted = targets != IGNORE
+            inner, targets, counted = inner[predicted], targets[predicted], counted[predicted]
+    else:
+        inner = model.before_output(at_places(hidden, example))
     return cross_entropy_sum(
-        model.before_output(hidden), model.output_weight, example.targets, model.vocab_size, chunk, model.output_bias
+        inner, model.output_weight, targets, model.vocab_size, chunk, model.output_bias, ranks.tensor, counted
     )
+
+
+def _at_all_places(example: Example) -> Tensor:
+    """Targets for all positions [B, T], `IGNORE` where none is predicted."""
+    if example.places is None:
+        return example.targets
+    return torch.full_like(example.inputs, IGNORE).scatter(1, example.places, example.targets)
 
 
 def at_places(hidden_BTD: Tensor, example: Example) -> Tensor:

@@ -1,0 +1,33 @@
+"""How a run is laid over many processes, as a run file states it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tenfold.config.base import Section
+from tenfold.config.units import AXES, Degree
+
+
+class ParallelConfig(Section):
+    """How many ranks split a run along each axis: see docs/parallel.md. `parallel = "auto"` leaves them all open."""
+
+    data_replicate: Degree = Field("auto", description="Copies of the model, each with other samples; 1 is off.")
+    data_shard: Degree = Field(
+        "auto", description="Ranks that split weights and optimizer state, each with other samples (FSDP2); 1 is off."
+    )
+    tensor: Degree = Field(1, description="Ranks that split every layer: heads, inner widths, the vocabulary.")
+    context: Degree = Field(1, description="Ranks that split every sequence.")
+    pipeline: Degree = Field(1, description="Ranks that split the layers by depth.")
+    expert: Degree = Field(1, description="Ranks that split the experts of a layer; divides data_shard x context.")
+    reshard: Literal["forward", "backward", "step"] = Field(
+        "forward",
+        description="After what data_shard ranks let go of each other's weights: every forward pass of a segment "
+        "(ZeRO-3), every backward pass (ZeRO-2), or the step (ZeRO-1: most memory, fewest gathers).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, given: Any) -> Any:
+        return dict.fromkeys(AXES, "auto") if given == "auto" else given

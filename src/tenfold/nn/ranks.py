@@ -1,0 +1,124 @@
+"""What a model asks of the ranks that hold the rest of it. Alone it asks nothing: these classes are that.
+
+Three kinds of ranks may split a forward pass (`tenfold.parallel` has their classes):
+
+- **tensor** ranks split heads, inner widths and the vocabulary, and between these the sequence: what is done to tokens
+  one by one (norms, sums, routing) each rank does to its own run of positions (arXiv 2205.05198);
+- **context** ranks split every sequence, attention too;
+- **expert** ranks split the experts of a layer, and send tokens to them.
+
+All that a rank computes while it trains is a part of a sum: of the loss, of the statistics, of the gradient of each
+parameter that it holds. The sum over all ranks is what one rank alone would have. Without gradients (evaluation,
+generation) sequences are not split, so that any length will do: then each rank has all of the result.
+
+Shapes: B sequences, T positions (of one context rank), S those of them that a tensor rank has to itself, D hidden,
+N = B * S tokens, C choices of a token, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tenfold.nn.attend import Context, attend
+from tenfold.nn.grouped import Rows, combine, dispatch
+
+if TYPE_CHECKING:
+    from tenfold.nn.layers import Linear
+    from tenfold.nn.moe import Experts
+
+
+class TensorRanks:
+    """One rank holds every head, width and row of the vocabulary."""
+
+    size, rank = 1, 0
+    first_row = 0
+    """The first row of the embedding and the output matrix that this rank holds."""
+
+    def gather(self, x_BSD: Tensor) -> Tensor:
+        """All T positions, from each rank's own."""
+        return x_BSD
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """This rank's positions (dimension 1) of what every rank has all of."""
+        return x_BT
+
+    def mine(self, x_BT: Tensor) -> Tensor:
+        """Which of the positions are this rank's, bool [B, T]."""
+        return torch.ones_like(x_BT, dtype=torch.bool)
+
+    def project(self, linear: Linear, x_BTI: Tensor) -> Tensor:
+        """`linear` of an inner dimension that the ranks split; of the sum, this rank's positions [B, S, D]."""
+        out: Tensor = linear(x_BTI)
+        return out
+
+    def sum(self, y_BTD: Tensor) -> Tensor:
+        """This rank's positions of the sum of all ranks' results, [B, S, D]."""
+        return y_BTD
+
+    def embed(self, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
+        """Rows of the embedding for this rank's positions, [B, S, D]."""
+        return F.embedding(tokens_BT, weight_VD)
+
+    def add(self, x: Tensor) -> Tensor:
+        """The sum over the ranks. For statistics and inside of operators: no gradient passes."""
+        return x
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The maximum over the ranks, likewise."""
+        return x
+
+    def gather_vocabulary(self, logits_BTV: Tensor) -> Tensor:
+        """The logits of all rows, from each rank's own. Not for training: no gradient passes."""
+        return logits_BTV
+
+
+class ContextRanks:
+    """One rank holds whole sequences."""
+
+    size, rank = 1, 0
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """This rank's positions (dimension 1) of whole sequences."""
+        return x_BT
+
+    def attend(self, q_BHTW: Tensor, k_BKTW: Tensor, v_BKTW: Tensor, context: Context) -> Tensor:
+        """`attention.attend` of this rank's queries to the keys of whole sequences, [B, H, T, W]."""
+        return attend(q_BHTW, k_BKTW, v_BKTW, context)
+
+
+class ExpertRanks:
+    """One rank holds every expert."""
+
+    size, rank = 1, 0
+
+    def loads(self, loads_BE: Tensor) -> Tensor:
+        """Choices of each expert in each whole sequence, from those of this rank's positions."""
+        return loads_BE
+
+    def apply(self, experts: Experts, x_ND: Tensor, gates_NC: Tensor, rows: Rows) -> Tensor:
+        """What the chosen experts make of each token, [N, D]."""
+        x_RD, gates_R = dispatch(x_ND, gates_NC, rows)
+        return combine(experts(x_RD, gates_R, rows.per_expert), rows)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that a model is split over, its sequences or its weights."""
+
+    tensor: TensorRanks
+    context: ContextRanks
+    expert: ExpertRanks
+
+    @property
+    def split(self) -> bool:
+        """Whether a forward pass, made now, gives each rank positions of its own."""
+        return torch.is_grad_enabled() and self.tensor.size * self.context.size > 1
+
+
+ALONE = Ranks(TensorRanks(), ContextRanks(), ExpertRanks())
+"""A model that is on one rank."""

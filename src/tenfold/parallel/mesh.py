@@ -1,0 +1,221 @@
+"""The mesh of ranks: how many split a run along each axis, whether that fits, and the groups that talk to each other.
+
+Ranks are numbered with tensor innermost, then context, data_shard, data_replicate and pipeline, so that those that
+exchange most stand nearest to each other. The expert axis is the inner part of data_shard x context.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tenfold.config.model import ModelConfig
+from tenfold.config.parallel import ParallelConfig
+from tenfold.config.units import AXES
+from tenfold.errors import TenfoldError
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Ranks along each axis."""
+
+    data_replicate: int = 1
+    data_shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.data_replicate * self.data_shard * self.tensor * self.context * self.pipeline
+
+    @property
+    def data(self) -> int:
+        """Ranks with samples of their own."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def shard(self) -> int:
+        """Ranks that split a parameter which all of them use."""
+        return self.data_shard * self.context
+
+    def __str__(self) -> str:
+        told = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        return " x ".join(told) or "one rank"
+
+
+def degrees_of(config: ParallelConfig, world: int, model: ModelConfig, batch_size: int) -> Degrees:
+    """The degrees of a run on `world` ranks, with what is "auto" chosen; see `choose`.
+
+    Raises TenfoldError with every number when they do not multiply to `world`.
+    """
+    given = {axis: getattr(config, axis) for axis in AXES}
+    known = {axis: degree for axis, degree in given.items() if degree != "auto"}
+    open_axes = [axis for axis in AXES if given[axis] == "auto"]
+    taken = math.prod(known.get(axis, 1) for axis in AXES if axis != "expert")
+    rest, over = divmod(world, taken)
+    if over or (rest > 1 and not set(open_axes) - {"expert"}):
+        told = " x ".join(f"{axis} {given[axis]}" for axis in AXES if axis != "expert")
+        raise TenfoldError(
+            f"parallel: {told} does not make the {world} ranks that were started (torchrun's --nproc-per-node x "
+            f"--nnodes): the degrees given multiply to {taken}. Change one of them, or the number of ranks"
+        )
+    return choose(Degrees(**known), open_axes, rest, model, batch_size)
+
+
+def choose(degrees: Degrees, open_axes: list[str], rest: int, model: ModelConfig, batch_size: int) -> Degrees:
+    """Degrees for the axes that are open, which `rest` ranks are left for.
+
+    As many ranks as the batch has samples for take samples of their own, and split the weights; of those left over as
+    many as the heads allow split layers, and the others the layers by depth, or sequences. Experts are spread over as
+    many of the data ranks as divide them.
+    """
+
+    def give(axis: str, most: int) -> None:
+        nonlocal degrees, rest
+        if axis in open_axes:
+            degree = max(each for each in range(1, rest + 1) if rest % each == 0 and most % each == 0)
+            degrees, rest = replace(degrees, **{axis: degree}), rest // degree
+
+    samples = batch_size // degrees.data if batch_size % degrees.data == 0 else 1
+    give("data_shard", samples)
+    give("data_replicate", samples if "data_shard" not in open_axes else samples // degrees.data_shard)
+    give("tensor", model.key_heads)
+    give("pipeline", model.layers)
+    give("context", rest)
+    if rest > 1:  # nothing divides it: told by `check`
+        axis = next(axis for axis in open_axes if axis != "expert")
+        degrees = replace(degrees, **{axis: getattr(degrees, axis) * rest})
+    if "expert" in open_axes and model.moe.experts:
+        degrees = replace(degrees, expert=math.gcd(degrees.shard, model.moe.experts // model.moe.prototypes))
+    return degrees
+
+
+def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_size: int, lengths: list[int]) -> None:
+    """Raise TenfoldError, with the numbers, where degrees do not fit the model, the batch or the sequences."""
+    data, tensor, context = degrees.data, degrees.tensor, degrees.context
+    moe = model.moe
+
+    def fail(key: str, degree: int, why: str) -> None:
+        raise TenfoldError(f"parallel.{key} = {degree} {why} (the layout is {degrees}, {degrees.ranks} ranks)")
+
+    if batch_size % data:
+        keys = f"data_replicate = {degrees.data_replicate} and data_shard = {degrees.data_shard}"
+        raise TenfoldError(
+            f"parallel: {keys} give {data} ranks samples of their own, and training.batch_size = {batch_size} does not "
+            f"divide by {data} (the layout is {degrees}, {degrees.ranks} ranks)"
+        )
+    if micro_batch_size and batch_size // data % micro_batch_size:
+        raise TenfoldError(
+            f"training.micro_batch_size = {micro_batch_size} does not divide the {batch_size // data} samples that "
+            f"each of {data} data ranks has of batch_size = {batch_size}"
+        )
+    if degrees.shard % degrees.expert:
+        fail("expert", degrees.expert, f"does not divide data_shard x context = {degrees.shard}")
+    if degrees.expert > 1 and moe.experts // moe.prototypes % degrees.expert:
+        fail(
+            "expert",
+            degrees.expert,
+            f"does not divide the {moe.experts // moe.prototypes} experts of a prototype (model.moe.experts = "
+            f"{moe.experts}, prototypes = {moe.prototypes})",
+        )
+    if tensor > 1 and model.heads < tensor:
+        fail("tensor", tensor, f"is more than model.heads = {model.heads}")
+    if tensor > model.key_heads and (tensor % model.key_heads or model.heads % tensor):
+        fail(
+            "tensor",
+            tensor,
+            f"does not fit model.heads = {model.heads} with kv_heads = {model.key_heads}: ranks that share a key head "
+            "must be equally many, with equally many heads each",
+        )
+    widths = {"model.ffn": model.ffn if not moe.experts else tensor, "model.moe.ffn": model.expert_ffn}
+    for key, width in widths.items():
+        if width < tensor:
+            fail("tensor", tensor, f"is more than {key} = {width}")
+    if degrees.pipeline > model.layers:
+        fail("pipeline", degrees.pipeline, f"is more than model.layers = {model.layers}")
+    for length in lengths:
+        if length % (tensor * (2 * context if context > 1 else 1)):
+            parts = f"tensor = {tensor} runs" if context == 1 else f"2 x context x tensor = {2 * context * tensor} runs"
+            raise TenfoldError(f"parallel: sequences of {length} tokens do not divide into {parts} of equal length")
+
+
+class Mesh:
+    """The ranks of this process' world in their order. Every rank makes it, at the same time: it opens groups.
+
+    `device` is "cpu" or "cuda". On one rank there are no groups, and nothing is to be asked for.
+    """
+
+    def __init__(self, degrees: Degrees, device: str) -> None:
+        self.degrees, self._device = degrees, device
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        shape = {
+            "pipeline": degrees.pipeline,
+            "data_replicate": degrees.data_replicate,
+            "data_shard": degrees.data_shard,
+            "context": degrees.context,
+            "tensor": degrees.tensor,
+        }
+        place, left = {}, self.rank
+        for axis in reversed(shape):
+            place[axis], left = left % shape[axis], left // shape[axis]
+        place["expert"] = (place["data_shard"] * degrees.context + place["context"]) % degrees.expert
+        self.place = place
+        """This rank's index along each axis."""
+        self._mesh = self._open(shape) if degrees.ranks > 1 else None
+        shards = {"pipeline": degrees.pipeline, "data_replicate": degrees.data_replicate}
+        self._shards = self._experts = None
+        if degrees.data_replicate * degrees.shard > 1:
+            self._shards = self._open({**shards, "shard": degrees.shard, "tensor": degrees.tensor})
+        if degrees.expert > 1:
+            inner = {"expert_shard": degrees.shard // degrees.expert, "expert": degrees.expert}
+            self._experts = self._open({**shards, **inner, "tensor": degrees.tensor})
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+    def _open(self, shape: dict[str, int]) -> DeviceMesh:
+        return init_device_mesh(self._device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+    @cached_property
+    def data_index(self) -> int:
+        """Which part of a batch is this rank's, of `degrees.data`."""
+        return self.place["data_replicate"] * self.degrees.data_shard + self.place["data_shard"]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in their index along `axis` alone."""
+        mesh = self._experts if axis == "expert" else self._mesh
+        assert mesh is not None, axis
+        return mesh.get_group(axis)
+
+    @property
+    def fsdp(self) -> DeviceMesh | None:
+        """Ranks that use the same parameters on other tokens, (replicas, shards); None: no other does."""
+        return None if self._shards is None else self._shards["data_replicate", "shard"]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh | None:
+        """The same for the experts of an expert rank; None: no other rank has them."""
+        if self._experts is None:
+            return self.fsdp
+        mesh = self._experts["data_replicate", "expert_shard"]
+        return mesh if mesh.size() > 1 else None
+
+    def part(self, axis: str, places: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Of the ranks along `axis` those at `places`, if this rank is one of them. Every rank must ask, in the same
+        order."""
+        key = (axis, places)
+        if key not in self._groups:
+            assert self._mesh is not None
+            ranks = self._mesh.mesh.movedim(self._mesh.mesh_dim_names.index(axis), -1).flatten(0, -2)  # type: ignore[union-attr]
+            for line in ranks:
+                members = line[torch.tensor(places)].tolist()
+                group = dist.new_group(members)
+                if self.rank in members:
+                    self._groups[key] = group
+        return self._groups.get(key)

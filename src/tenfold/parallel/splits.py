@@ -1,0 +1,161 @@
+"""What a rank holds of each parameter: which of its indices, by tensor and expert ranks, and who else holds the same.
+
+Data ranks split what a rank holds by this once more (FSDP2), without a word here. Whatever the layout, a parameter has
+its canonical name and its whole shape in checkpoints, and initial weights are those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tenfold.config.model import ModelConfig
+from tenfold.nn.low_rank import LEFT, RIGHT
+from tenfold.parallel.mesh import Degrees
+
+Ranges = tuple[range, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """This rank's part of a parameter: of every dimension the indices in `held`, in order."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    held: tuple[Ranges, ...]
+    by_expert: bool = False
+    """Whether expert ranks hold different parts of it."""
+    tensor_copies: tuple[int, ...] = (0,)
+    """The tensor ranks that hold this same part."""
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        return tuple(sum(map(len, ranges)) for ranges in self.held)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank has all of it."""
+        return self.local_shape == self.shape
+
+    def take(self, whole: Tensor, from_dim: int = 0) -> Tensor:
+        """This rank's part of `whole`, or of a part of it: its last dimensions, from `from_dim` on."""
+        for dim, ranges in enumerate(self.held[from_dim:]):
+            if sum(map(len, ranges)) < whole.shape[dim]:
+                whole = torch.cat([whole.narrow(dim, each.start, len(each)) for each in ranges], dim)
+        return whole
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Write this rank's `part` into `whole`."""
+        index = [torch.tensor([at for each in ranges for at in each]) for ranges in self.held]
+        whole[torch.meshgrid(*index, indexing="ij")] = part.to(whole.device)
+
+
+def share_of(total: int, parts: int, part: int) -> range:
+    """Of `total` things in a row those of `part`, as even as can be."""
+    return range(total * part // parts, total * (part + 1) // parts)
+
+
+def heads_of(config: ModelConfig, tensor: int, rank: int) -> tuple[range, range]:
+    """The query heads and the key heads of a tensor rank. Of fewer key heads than ranks some have the same one."""
+    group = config.heads // config.key_heads
+    if tensor > config.key_heads:
+        key = rank * config.key_heads // tensor
+        return share_of(config.heads, tensor, rank), range(key, key + 1)
+    keys = share_of(config.key_heads, tensor, rank)
+    return range(keys.start * group, keys.stop * group), keys
+
+
+def vocabulary_of(config: ModelConfig, tensor: int, rank: int) -> range:
+    """The rows of the embedding, and of the output matrix, of a tensor rank."""
+    return share_of(config.padded_vocab(), tensor, rank)
+
+
+def experts_of(config: ModelConfig, expert: int, rank: int) -> Ranges:
+    """The experts of an expert rank: of every prototype an equal part, so that each keeps every rank busy."""
+    moe = config.moe
+    size = moe.experts // moe.prototypes
+    mine = share_of(size, expert, rank)
+    return tuple(range(z * size + mine.start, z * size + mine.stop) for z in range(moe.prototypes))
+
+
+def splits_of(model: nn.Module, config: ModelConfig, degrees: Degrees, tensor: int, expert: int) -> dict[str, Split]:
+    """For every parameter of a whole `model` (of any device) what the rank at `tensor` and `expert` holds, by name."""
+    return {
+        name: _split(name, tuple(parameter.shape), config, degrees, tensor, expert)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _split(name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int) -> Split:
+    held: list[Ranges] = [(range(size),) for size in shape]
+    stem = name.removesuffix(LEFT).removesuffix(RIGHT)
+    kind, module, leaf = _kind(stem)
+    of_heads, of_keys = heads_of(config, degrees.tensor, tensor)
+    width = config.head_width
+
+    def scaled(heads: range) -> Ranges:
+        return (range(heads.start * width, heads.stop * width),)
+
+    copies: Sequence[int] = range(degrees.tensor)
+    by_expert = False
+    dim = -1
+    ranges: Ranges = ()
+    if kind == "vocabulary":
+        dim, ranges = 0, (vocabulary_of(config, degrees.tensor, tensor),)
+    elif module == "wq":
+        dim, ranges = 0, scaled(of_heads)
+    elif module in ("wk", "wv"):
+        dim, ranges = 0, scaled(of_keys)
+    elif module == "wo" and leaf == "weight":
+        dim, ranges = 1, scaled(of_heads)
+    elif kind == "ffn" and (module in ("gate", "up") or leaf == "weight"):
+        total = shape[0] if module in ("gate", "up") else shape[1]
+        dim, ranges = (0 if module in ("gate", "up") else 1), (share_of(total, degrees.tensor, tensor),)
+    elif kind == "experts":
+        dim = 2 if leaf in ("gate", "up") else 1
+        ranges = (share_of(shape[dim], degrees.tensor, tensor),)
+        if degrees.expert > 1 and shape[0] == config.moe.experts:
+            held[0], by_expert = experts_of(config, degrees.expert, expert), True
+    last = dim == len(shape) - 1  # of a difference's two halves left has the first dimensions, right the last
+    if dim >= 0 and not (name.endswith(LEFT) and last) and not (name.endswith(RIGHT) and not last):
+        held[dim] = ranges
+        copies = [other for other in range(degrees.tensor) if _same(module, config, degrees, other, tensor)]
+    return Split(shape, tuple(held), by_expert, tuple(copies))
+
+
+def _same(module: str, config: ModelConfig, degrees: Degrees, one: int, other: int) -> bool:
+    """Whether two tensor ranks hold the same part of a parameter that they split."""
+    if module in ("wk", "wv"):
+        return heads_of(config, degrees.tensor, one)[1] == heads_of(config, degrees.tensor, other)[1]
+    return one == other
+
+
+def _kind(name: str) -> tuple[str, str, str]:
+    """What a parameter is, the name of its module, and its own: ("attention", "wq", "weight")."""
+    *path, leaf = name.split(".")
+    module = path[-1] if path else ""
+    if name in ("embedding.weight", "head.weight", "output_bias"):
+        return "vocabulary", module, leaf
+    if "experts" in path:
+        return "experts", module, leaf
+    if "ffn" in path and module in ("gate", "up", "down"):
+        return "ffn", module, leaf
+    return "attention" if "attention" in path else "", module, leaf
+
+
+def cut(model: nn.Module, splits: dict[str, Split]) -> None:
+    """Leave of each parameter of `model`, on the meta device, what the rank holds. Ties stay ties."""
+    found: dict[nn.Parameter | None, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if not splits[name].whole:
+            found[parameter] = nn.Parameter(
+                parameter.new_empty(splits[name].local_shape), requires_grad=parameter.requires_grad
+            )
+    for module in model.modules():
+        for leaf, old in module._parameters.items():
+            if old in found:
+                module._parameters[leaf] = found[old]
