@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tenfold.nn.attend import Context
-from tenfold.nn.cache import KeyValueCache
 
 SHAPES = {
     "gpt2": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
@@ -23,10 +22,6 @@ SHAPES = {
 PATTERNS = ["none", "all", {"groups": 2}, {"cycle": 2}, "sandwich"]
 
 
-def new_cache(model, sequences, positions=32):
-    return KeyValueCache(model.config, sequences, positions, model.dtype, torch.device("cpu"))
-
-
 def random_tokens(*shape, seed=0):
     return torch.randint(0, 12, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -37,7 +32,7 @@ def random_tokens(*shape, seed=0):
 def test_going_on_token_by_token_gives_the_hidden_states_of_one_pass(tiny_decoder, shape, sharing):
     model = tiny_decoder(sharing=sharing, **SHAPES[shape]).eval()
     tokens = random_tokens(2, 11)
-    cache = new_cache(model, 2)
+    cache = model.new_cache(2, 32)
     parts = [model(tokens[:, :4], cache)[0]] + [model(tokens[:, [place]], cache)[0] for place in range(4, 11)]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens)[0], rtol=1e-6, atol=1e-6)
     assert cache.lengths == [11, 11]
@@ -50,7 +45,7 @@ def test_sequences_of_any_length_in_any_pieces_are_each_as_if_alone(tiny_decoder
     model = tiny_decoder(sharing={"cycle": 2}, **SHAPES[data.draw(st.sampled_from(list(SHAPES)))]).eval()
     lengths = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
     tokens = random_tokens(len(lengths), 20)
-    cache = new_cache(model, len(lengths))
+    cache = model.new_cache(len(lengths), 32)
     model(tokens[:, : max(lengths)], cache)  # what is behind a sequence's length is padding
     cache.cut(lengths)
     for size in data.draw(st.lists(st.integers(1, 3), max_size=4)):
@@ -65,7 +60,7 @@ def test_sequences_of_any_length_in_any_pieces_are_each_as_if_alone(tiny_decoder
 def test_sequences_that_are_kept_go_on_as_they_were(tiny_decoder):
     model = tiny_decoder(sharing="all")
     tokens = random_tokens(3, 6)
-    cache = new_cache(model, 3)
+    cache = model.new_cache(3, 32)
     model(tokens[:, :5], cache)
     cache.cut([5, 2, 4])
     cache.keep([2, 1])
@@ -79,7 +74,7 @@ def test_sequences_that_are_kept_go_on_as_they_were(tiny_decoder):
 def test_bf16_stays_within_its_rounding(tiny_decoder, shape):
     model = tiny_decoder(dtype=torch.bfloat16, **SHAPES[shape])
     tokens = random_tokens(2, 9)
-    cache = new_cache(model, 2)
+    cache = model.new_cache(2, 32)
     steps = [model(tokens[:, [place]], cache)[0] for place in range(9)]
     difference = (torch.cat(steps, 1).float() - model(tokens)[0].float()).abs()
     assert difference.mean() < 0.02
@@ -88,7 +83,7 @@ def test_bf16_stays_within_its_rounding(tiny_decoder, shape):
 def test_layers_that_share_a_block_keep_their_own_keys(tiny_decoder):
     model = tiny_decoder(sharing="all")
     assert len({layer.attention.wk.weight for layer in model.layers}) == 1
-    cache = new_cache(model, 1)
+    cache = model.new_cache(1, 32)
     with torch.no_grad():
         model(random_tokens(1, 4), cache)
     keys = [layer.keys[0, :, :4] for layer in cache.begin(random_tokens(1, 1))]
@@ -98,7 +93,7 @@ def test_layers_that_share_a_block_keep_their_own_keys(tiny_decoder):
 
 def test_more_positions_than_there_is_room_for_are_refused(tiny_decoder):
     model = tiny_decoder()
-    cache = new_cache(model, 1, positions=4)
+    cache = model.new_cache(1, positions=4)
     with pytest.raises(ValueError, match="room for 4 positions, not 5"):
         model(random_tokens(1, 5), cache)
 
@@ -107,7 +102,7 @@ def test_more_positions_than_there_is_room_for_are_refused(tiny_decoder):
 def test_the_kernel_for_one_query_equals_the_softmax_written_out(tiny_decoder):
     model = tiny_decoder(heads=4, kv_heads=2, head_dim=8)
     attention, x = model.layers[0].attention, torch.randn(1, 1, 16, dtype=torch.float64)
-    cache = new_cache(model, 1)
+    cache = model.new_cache(1, 32)
     past_k, past_v = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
     cache.begin(random_tokens(1, 5))[0].extend(past_k, past_v)
     found = attention(x, Context(None, cache.begin(random_tokens(1, 1))))

@@ -114,7 +114,7 @@ class _Reader:
         if self._held:
             longest = max(len(row.tokens) for row in self._held)
             positions = min(self._window, longest + count - 1)
-            self._cache = KeyValueCache(model.config, len(self._held), positions, model.dtype, self._device)
+            self._cache = model.new_cache(len(self._held), positions)
 
     def next_logits(self, rows: Sequence[_Row]) -> Tensor:
         """Logits [R, V] of the token that follows each row."""

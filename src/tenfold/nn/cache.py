@@ -42,16 +42,22 @@ class LayerCache(NamedTuple):
 
 
 class KeyValueCache:
-    """Room for `positions` positions of `sequences` sequences in every layer, allocated once.
+    """Room for `positions` positions of `sequences` sequences in every layer, allocated once (`Decoder.new_cache`).
 
     Sequences may be of unequal length: position t of each stands at place t, and what a sequence does not hold is
     hidden from it. Entries are by layer, not by block: layers that share weights see different hidden states.
     """
 
     def __init__(
-        self, config: ModelConfig, sequences: int, positions: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        key_heads: int,
+        sequences: int,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        shape = (sequences, config.key_heads, positions, config.head_width)
+        shape = (sequences, key_heads, positions, config.head_width)
         # Zeros: a hidden place has weight 0, and 0 times what uninitialized memory may hold can be NaN.
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]

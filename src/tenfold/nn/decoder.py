@@ -163,6 +163,11 @@ class Decoder(nn.Module):
             statistics.append(layer_statistics)
         return x_BTD if self.norm is None else self.norm(x_BTD), torch.stack(statistics)
 
+    def new_cache(self, sequences: int, positions: int) -> KeyValueCache:
+        """Room for the keys and values that this rank has of `positions` positions of `sequences` sequences."""
+        key_heads = self.ranks.tensor.key_heads(self.config)
+        return KeyValueCache(self.config, key_heads, sequences, positions, self.dtype, self.embedding.weight.device)
+
     @property
     def output_weight(self) -> Tensor:
         """The matrix from `before_output` to logits, fp32 [padded vocabulary, D, or the embedding's width]."""

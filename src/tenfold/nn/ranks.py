@@ -28,6 +28,7 @@ from tenfold.nn.attend import Context, attend
 from tenfold.nn.grouped import Rows, combine, dispatch
 
 if TYPE_CHECKING:
+    from tenfold.config.model import ModelConfig
     from tenfold.nn.layers import Linear
     from tenfold.nn.moe import Experts
 
@@ -75,6 +76,10 @@ class TensorRanks:
     def gather_vocabulary(self, logits_BTV: Tensor) -> Tensor:
         """The logits of all rows, from each rank's own. Not for training: no gradient passes."""
         return logits_BTV
+
+    def key_heads(self, config: ModelConfig) -> int:
+        """How many key heads this rank has in each layer."""
+        return config.key_heads
 
 
 class ContextRanks:

@@ -1,0 +1,169 @@
+"""What tensor ranks do, each beside the whole model that it holds too. Run by `test_tensor.py`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tenfold.config.model import ModelConfig
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.loss import IGNORE
+from tenfold.nn.objective import Example, loss_sum, masked_example
+from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.parallel.mesh import Degrees, Mesh, check
+from tenfold.parallel.splits import Split, cut, splits_of
+from tenfold.parallel.tensor import TensorGroup
+from tenfold.sharing.patterns import Pattern
+from tenfold.sharing.tying import PARTS, Sharing, materialize, tie
+
+BASE: dict[str, Any] = {
+    "vocab_size": 34, "vocab_multiple": 1, "layers": 2, "hidden": 20, "heads": 5, "head_dim": 4, "ffn": 13
+}  # fmt: skip
+BIASED = {"bias": True, "norm": "layernorm"}
+GPT = {"positions": "learned", "activation": "gelu", **BIASED}
+ENCODER = {"objective": "masked", "mask_token": 33, "norm_position": "post", "embedding_norm": True, **GPT}
+SHARED = {"experts": 6, "prototypes": 2, "ffn": 7, "shared_experts": 1}
+BATCH, LENGTH, CHUNK = 3, 24, 7
+
+# Of the model; "pattern", "parts", "rank" and "sets" are of the sharing, "recompute" and "worlds" (all) of the test.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama, heads and widths uneven": {},
+    "gpt2, biases, learned positions": GPT,
+    "untied head, padded rows fill whole ranks": {"tie_embeddings": False, "vocab_size": 17, "vocab_multiple": 64},
+    "grouped, key heads uneven": {"heads": 6, "kv_heads": 3, "qk_norm": True, "worlds": (2, 3)},
+    "grouped, fewer key heads than ranks": {"heads": 12, "kv_heads": 2, "qk_norm": True, "bias": True, "worlds": (4,)},
+    "multi-query": {"heads": 12, "kv_heads": 1, "qk_norm": True},
+    "documents, grouped": {"document_end": 3, "heads": 8, "kv_heads": 4, "worlds": (2, 4)},
+    "documents, learned positions": {"document_end": 3, **GPT},
+    "factorised": {"embedding_width": 6, "bias": True},
+    "encoder": ENCODER,
+    "encoder, factorised, documents": {**ENCODER, "embedding_width": 6, "document_end": 3},
+    "recompute": {"recompute": True},
+    "pseudo": {"layers": 4, "pattern": {"cycle": 2}},
+    "pseudo, attention alone": {"layers": 4, "pattern": "all", "parts": ("attention",), **GPT},
+    "relaxed": {"layers": 3, "pattern": "all", "rank": 2, "heads": 8, "kv_heads": 2, "worlds": (2, 4)},
+    "experts that share, prototypes": {"moe": SHARED, "sets": "prototype"},
+    "experts that share, layer, relaxed": {"moe": SHARED, "sets": "layer", "pattern": "all", "rank": 2},
+}
+
+
+def configured(shape: dict[str, Any]) -> ModelConfig:
+    mine = ("pattern", "parts", "rank", "sets", "recompute", "worlds", "dtype")
+    return ModelConfig(**{**BASE, **{key: value for key, value in shape.items() if key not in mine}})
+
+
+def on_meta(shape: dict[str, Any], ranks: Ranks = ALONE) -> Decoder:
+    config = configured(shape)
+    pattern = Pattern.parse(shape.get("pattern", "none"), config.layers)
+    sharing = Sharing(pattern, shape.get("parts", PARTS), shape.get("rank", 0), shape.get("sets", "free"))
+    dtype = shape.get("dtype", torch.float64)
+    with torch.device("meta"):
+        model = Decoder(config, LENGTH, dtype, shape.get("recompute", False), ranks)
+    tie(model.layers, sharing)
+    return model.double() if dtype == torch.float64 else model
+
+
+def whole_model(shape: dict[str, Any], seed: int = 0) -> Decoder:
+    """On one rank, every parameter random."""
+    model = on_meta(shape)
+    materialize(model, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+    return model
+
+
+@functools.cache
+def tensor_mesh() -> Mesh:
+    return Mesh(Degrees(tensor=dist.get_world_size()), "cpu")
+
+
+def split_model(shape: dict[str, Any], whole: nn.Module | None = None) -> tuple[Decoder, dict[str, Split]]:
+    """This rank's part, with the weights of `whole`; and what it holds."""
+    config, world = configured(shape), dist.get_world_size()
+    degrees = Degrees(tensor=world)
+    check(degrees, config, 1, 1, [LENGTH])
+    mesh = tensor_mesh()
+    ranks = Ranks(TensorGroup(mesh.group("tensor"), world, mesh.place["tensor"], config), ALONE.context, ALONE.expert)
+    model = on_meta(shape, ranks)
+    splits = splits_of(model, config, degrees, mesh.place["tensor"], 0)
+    cut(model, splits)
+    materialize(model, torch.device("cpu"))
+    if whole is not None:
+        of_whole = dict(whole.named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(splits[name].take(of_whole[name].data))
+    return model, splits
+
+
+def example_of(config: ModelConfig, seed: int = 1) -> Example:
+    """Random tokens, half of them from a few, so that documents end."""
+    generator = torch.Generator().manual_seed(seed)
+    assert config.vocab_size is not None
+    tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH + 1), generator=generator)
+    few = torch.randint(0, 6, tokens.shape, generator=generator)
+    tokens = few.where(torch.rand(tokens.shape, generator=generator) < 0.5, tokens)
+    if config.objective == "masked":
+        return masked_example(tokens, config, 5, 0)
+    targets = tokens[:, 1:].masked_fill(torch.rand(BATCH, LENGTH, generator=generator) < 0.2, IGNORE)
+    return Example(tokens[:, :-1], targets)
+
+
+def loss_of(model: Decoder, example: Example) -> Tensor:
+    return loss_sum(model, model(example.inputs)[0], example, CHUNK)
+
+
+def summed_gradients(model: nn.Module, splits: dict[str, Split]) -> dict[str, Tensor]:
+    """The gradient of each parameter of this rank: the sum over the ranks that hold the same part."""
+    mine = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    out = {}
+    for name in mine:
+        grads = [everyone[rank][name] for rank in splits[name].tensor_copies]
+        out[name] = torch.stack([grad for grad in grads if grad is not None]).sum(0)
+    return out
+
+
+def equal_to_one_rank(names: list[str], tolerance: float = 1e-10) -> None:
+    """Loss, every gradient, hidden states and logits without gradients."""
+    for name in names:
+        try:
+            _compare(SHAPES[name], tolerance)
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def _compare(shape: dict[str, Any], tolerance: float) -> None:
+    whole = whole_model(shape)
+    model, splits = split_model(shape, whole)
+    example = example_of(whole.config)
+    expected, loss = loss_of(whole, example), loss_of(model, example)
+    expected.backward()
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(total, expected.detach(), **close)
+    of_whole = dict(whole.named_parameters())
+    grads = summed_gradients(model, splits)
+    assert grads.keys() == of_whole.keys()
+    for each, grad in grads.items():
+        theirs = of_whole[each].grad
+        assert theirs is not None, each
+        scale = theirs.abs().max().clamp(min=1)
+        assert each.endswith("wk.bias") or theirs.abs().max() > 1e-3, f"{each} has no gradient to compare"
+        torch.testing.assert_close(
+            grad / scale, splits[each].take(theirs) / scale, **close, msg=lambda told, each=each: f"{each}: {told}"
+        )
+    with torch.no_grad():  # whole sequences on every rank, of any length
+        for length in (1, 5, LENGTH - 1):
+            tokens = example.inputs[:, :length]
+            hidden, theirs = model(tokens)[0], whole(tokens)[0]
+            torch.testing.assert_close(hidden, theirs, **close)
+            torch.testing.assert_close(model.logits(hidden), whole.logits(theirs), **close)
+        torch.testing.assert_close(loss_of(model, example), expected.detach(), **close)
