@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import traceback
@@ -38,7 +39,7 @@ def on_ranks(world: int, function: str, *arguments: Any) -> list[Any]:
                 rank, raised, value = answers.get(timeout=TIMEOUT)
                 if raised:
                     raise AssertionError(f"rank {rank} of {world}:\n{value}")
-                results[rank] = value
+                results[rank] = pickle.loads(value)
         except queue.Empty:
             missing = sorted(set(range(world)) - results.keys())
             raise AssertionError(f"ranks {missing} of {world} did not answer in {TIMEOUT} s") from None
@@ -69,7 +70,9 @@ def _rank(rank: int, world: int, store: str, function: str, arguments: tuple[Any
         module, _, name = function.partition(":")
         answer = getattr(importlib.import_module(module), name)(*arguments)
         dist.barrier()
-        answers.put((rank, False, answer))
+        answers.put(
+            (rank, False, pickle.dumps(answer))
+        )  # torch's own pickling would share memory of a process that ends
         dist.destroy_process_group()
     except BaseException:
         answers.put((rank, True, traceback.format_exc()))

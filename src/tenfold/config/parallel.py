@@ -26,6 +26,11 @@ class ParallelConfig(Section):
         description="After what data_shard ranks let go of each other's weights: every forward pass of a segment "
         "(ZeRO-3), every backward pass (ZeRO-2), or the step (ZeRO-1: most memory, fewest gathers).",
     )
+    gather: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="How data_shard ranks send each other weights. bf16: half the traffic and memory of gathered "
+        "weights, in which layers that share then add up gradients, too; fp32 is what one process computes.",
+    )
 
     @model_validator(mode="before")
     @classmethod

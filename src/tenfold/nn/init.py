@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.low_rank import LEFT, RIGHT, draw, start_right
 
 
+class Held(Protocol):
+    """What a rank has of a parameter."""
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of all of it."""
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """The memory in which it has its part."""
+
+    def stack(self) -> list[int]:
+        """Which entries of the first dimension it has."""
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Its part of the whole."""
+
+    def take_inside(self, one: Tensor) -> Tensor:
+        """Its part of one entry of the first dimension."""
+
+
 @torch.no_grad()
-def initialize(model: Decoder, seed: int) -> None:
+def initialize(model: Decoder, seed: int, held: Callable[[str], Held] | None = None) -> None:
     """Fill every parameter: norms 1, biases 0, matrices normal with `init_std`.
 
     Matrices that write into a residual stream that is not normed are scaled by 1 / sqrt(2 L) (GPT-2). A shared block
-    starts as its first layer would, and a layer's low-rank difference to it at zero (`nn.low_rank`).
+    starts as its first layer would, and a layer's low-rank difference to it at zero (`nn.low_rank`). Of a parameter
+    that many ranks split this one's part is filled, which `held` tells by name, as it is in the whole.
     """
     std = model.config.init_std
     residual_std = std if model.config.norm_position == "post" else std / math.sqrt(2 * model.config.layers)
     for name, parameter in model.named_parameters():
+        mine = None if held is None else held(name)
+        local = parameter if mine is None else mine.local(parameter)
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if leaf.endswith("norm"):
-            parameter.fill_(1.0)
+            local.fill_(1.0)
         elif leaf.endswith(("bias", LEFT)):
-            parameter.zero_()
+            local.zero_()
         elif leaf.endswith(RIGHT):
-            start_right(parameter, f"{seed}/{name.removesuffix(RIGHT)}")
+            if mine is None:
+                start_right(local, f"{seed}/{name.removesuffix(RIGHT)}")
+            else:
+                whole = torch.empty(mine.whole_shape)
+                start_right(whole, f"{seed}/{name.removesuffix(RIGHT)}")
+                local.copy_(mine.take(whole))
         else:
             scale = residual_std if leaf in ("wo", "down") else std
-            # A stack of experts is drawn one expert at a time, so that a rank can draw only those it holds.
-            parts = parameter.unbind() if parameter.dim() == 3 else (parameter,)
-            for index, part in enumerate(parts):
-                part.copy_(draw(part.shape, f"{seed}/{name}/{index}").mul_(scale))
-    if (pad := model.vocab_size) < len(model.embedding.weight):
-        model.embedding.weight[pad:] = 0
-        if model.head is not None:
-            model.head.weight[pad:] = 0
+            shape = parameter.shape if mine is None else torch.Size(mine.whole_shape)
+            if len(shape) == 3:  # a stack of experts is drawn one at a time: a rank draws only those it holds
+                stack = range(shape[0]) if mine is None else mine.stack()
+                for part, expert in zip(local.unbind(), stack, strict=True):
+                    drawn = draw(torch.Size(shape[1:]), f"{seed}/{name}/{expert}").mul_(scale)
+                    part.copy_(drawn if mine is None else mine.take_inside(drawn))
+            else:
+                drawn = draw(shape, f"{seed}/{name}/0").mul_(scale)
+                if name in ("embedding.weight", "head.weight"):
+                    drawn[model.vocab_size :] = 0  # rows that only pad the vocabulary
+                local.copy_(drawn if mine is None else mine.take(drawn))

@@ -48,9 +48,14 @@ class Split:
                 whole = torch.cat([whole.narrow(dim, each.start, len(each)) for each in ranges], dim)
         return whole
 
-    def put(self, whole: Tensor, part: Tensor) -> None:
-        """Write this rank's `part` into `whole`."""
+    def put(self, whole: Tensor, part: Tensor, rows: range | None = None) -> None:
+        """Write this rank's `part` into `whole`; where `rows` is given it has these rows of the part alone."""
+        if not whole.dim():
+            whole.copy_(part)
+            return
         index = [torch.tensor([at for each in ranges for at in each]) for ranges in self.held]
+        if rows is not None:
+            index[0] = index[0][rows.start : rows.stop]
         whole[torch.meshgrid(*index, indexing="ij")] = part.to(whole.device)
 
 
@@ -85,12 +90,15 @@ def experts_of(config: ModelConfig, expert: int, rank: int) -> Ranges:
 def splits_of(model: nn.Module, config: ModelConfig, degrees: Degrees, tensor: int, expert: int) -> dict[str, Split]:
     """For every parameter of a whole `model` (of any device) what the rank at `tensor` and `expert` holds, by name."""
     return {
-        name: _split(name, tuple(parameter.shape), config, degrees, tensor, expert)
+        name: split_of(name, tuple(parameter.shape), config, degrees, tensor, expert)
         for name, parameter in model.named_parameters()
     }
 
 
-def _split(name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int) -> Split:
+def split_of(
+    name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int
+) -> Split:
+    """The same for one parameter of that name and whole shape."""
     held: list[Ranges] = [(range(size),) for size in shape]
     stem = name.removesuffix(LEFT).removesuffix(RIGHT)
     kind, module, leaf = _kind(stem)

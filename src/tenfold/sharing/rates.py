@@ -14,7 +14,7 @@ mean of the layers' gradients needs none of it: its step is the smaller, the les
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,24 +32,30 @@ def divide_updates(layers: Layers, optimizer: Optimizer | Iterable[Optimizer]) -
     those that train them, one or several, in Accelerate's wrapping or without. Gives handles whose `remove()` ends it.
     Call it once: a second call divides again.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return divide_by(lambda: uses(layers), [optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+
+
+def divide_by(
+    counts: Callable[[], Mapping[nn.Parameter, int]], optimizers: Iterable[Optimizer]
+) -> list[RemovableHandle]:
+    """The same where `counts` tells, before every step, how many layers use each parameter."""
     handles = []
     for each in optimizers:
         each = getattr(each, "optimizer", each)  # a wrapper's step is not hooked, but what it wraps is
-        division = _Division(layers)
+        division = _Division(counts)
         handles.append(each.register_step_pre_hook(division.begin))
         handles.append(each.register_step_post_hook(division.end))
     return handles
 
 
 class _Division:
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
+    def __init__(self, counts: Callable[[], Mapping[nn.Parameter, int]]) -> None:
+        self._counts = counts
         self._before: list[tuple[nn.Parameter, Tensor, int]] = []
 
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
         """Keep the parameters that are used more than once and will be changed."""
-        counts = uses(self._layers)
+        counts = self._counts()
         self._before = [
             (parameter, parameter.detach().clone(), counts[parameter])
             for group in optimizer.param_groups

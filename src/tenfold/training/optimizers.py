@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
 from tenfold.checkpoint.tensors import Stored
 from tenfold.config.run import OptimConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
-from tenfold.sharing.rates import divide_updates
+from tenfold.parallel.rank import ALONE, Rank
+from tenfold.sharing.rates import divide_by
 
 
-def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
+def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE) -> list[Optimizer]:
     """The optimizers of a model: one, or with Muon two (its matrices, and AdamW for the rest).
 
     Weight decay is on the matrices of layers and the output matrix, not on embeddings, norms and biases. Muon takes
@@ -40,7 +42,7 @@ def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [part for group in groups for part in _by_mesh(group)]
     optimizers: list[Optimizer] = []
     if config.name == "adafactor":
         optimizers.append(Adafactor(groups, lr=config.lr))
@@ -58,8 +60,16 @@ def build_optimizers(model: Decoder, config: OptimConfig) -> list[Optimizer]:
         )
     materialize(optimizers)
     if config.divide_shared:
-        divide_updates(model.layers, optimizers)
+        divide_by(lambda: rank.uses(model), optimizers)
     return optimizers
+
+
+def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group as several, of parameters that are split over the same ranks: an optimizer takes a group's at once."""
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [{**group, "params": parameters} for parameters in meshes.values()]
 
 
 def materialize(optimizers: Sequence[Optimizer]) -> None:

@@ -16,7 +16,8 @@ from tenfold.nn.decoder import Decoder
 from tenfold.nn.loss import IGNORE
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
 from tenfold.nn.objective import Example, cut_sequences, loss_sum, make_example
-from tenfold.sharing.tying import uses
+from tenfold.parallel.pieces import local_of
+from tenfold.parallel.rank import ALONE, Rank, clip_gradients, gradient_norm
 from tenfold.training.optimizers import set_learning_rate
 
 
@@ -39,39 +40,42 @@ def train_step(
     config: RunConfig,
     first_sample: int = 0,
     pieces: int = 1,
+    rank: Rank = ALONE,
 ) -> StepResult:
     """Train on `batch_BS` [samples, sequence_length + 1] (int64) and return what was measured.
 
     `first_sample` is the index, in the run, of the batch's first sample: masks hang on it. Each sample is cut into
-    `pieces` sequences of equal length. The loss is the sum over predicted tokens divided by their count in the whole
-    batch, however it is cut into micro-batches. Raises TenfoldError, with weights and optimizer untouched, when loss or
-    gradient is not finite.
+    `pieces` sequences of equal length. Of many ranks each is given its own samples. The loss is the sum over predicted
+    tokens divided by their count in the whole batch, however that is cut into micro-batches and over ranks. Raises
+    TenfoldError, with weights and optimizer untouched, when loss or gradient is not finite.
     """
     moe = config.model.moe
-    micro_batches, valid_tokens = micro_batches_of(batch_BS, config, first_sample, pieces)
+    micro_batches, valid_tokens = micro_batches_of(batch_BS, config, first_sample, pieces, rank)
 
     # Forward and backward, micro-batch by micro-batch; gradients add up.
-    total_loss = total_statistics_LS = torch.zeros((), device=batch_BS.device)
-    for part in micro_batches:
+    loss_parts = statistics_parts_LS = torch.zeros((), device=batch_BS.device)
+    for number, part in enumerate(micro_batches, start=1):
+        rank.begin_pass(model, last=number == len(micro_batches))
         loss, statistics_LS = backward(model, part, valid_tokens, config)
-        total_loss = total_loss + loss
-        total_statistics_LS = total_statistics_LS + statistics_LS
+        loss_parts = loss_parts + loss
+        statistics_parts_LS = statistics_parts_LS + statistics_LS
+    rank.add_gradients(model)
+    total_loss, total_statistics_LS = rank.total(loss_parts, statistics_parts_LS)
 
     # A parameter that several layers use has the sum of their gradients; it trains on the mean.
-    for parameter, count in uses(model.layers).items():
+    for parameter, count in rank.uses(model).items():
         if count > 1 and parameter.grad is not None:
             parameter.grad /= count
 
     # One norm over all stored parameters, each once; then nothing that is not finite reaches the weights.
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    norm = gradient_norm(model, rank)
     mean_loss, grad_norm = (total_loss / valid_tokens).item(), norm.item()
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
-        message = _describe_not_finite(model, step, mean_loss)
+        message = _describe_not_finite(model, step, mean_loss, rank)
         clear_gradients(optimizers)
         raise TenfoldError(message)
     if config.optim.clip:
-        torch.nn.utils.clip_grads_with_norm_(parameters, config.optim.clip, norm)
+        clip_gradients(list(model.parameters()), config.optim.clip, norm)
 
     set_learning_rate(optimizers, rate)
     for optimizer in optimizers:
@@ -79,20 +83,23 @@ def train_step(
     clear_gradients(optimizers)
     if moe.bias_rate:
         update_balance_bias(model.layers, total_statistics_LS[:, LOADS:], moe)
-    tokens = sum(part.inputs.numel() for part in micro_batches)
+    tokens = sum(part.inputs.numel() for part in micro_batches) * rank.data
     return StepResult(mean_loss, grad_norm, total_statistics_LS, tokens)
 
 
 def micro_batches_of(
-    batch_BS: Tensor, config: RunConfig, first_sample: int, pieces: int
+    batch_BS: Tensor, config: RunConfig, first_sample: int, pieces: int, rank: Rank = ALONE
 ) -> tuple[list[Example], Tensor]:
-    """A step's batch in micro-batches, and the count of predicted tokens of all of it; see `train_step`."""
+    """A rank's part of a batch in micro-batches, and the count of predicted tokens of all of it; see `train_step`."""
     training = config.training
     if pieces > 1:
         batch_BS = cut_sequences(batch_BS, (batch_BS.shape[1] - 1) // pieces)
     example = make_example(batch_BS, config.model, training.seed, first_sample * pieces)
     micro = training.micro_batch_size * pieces or len(batch_BS)
-    return list(example.split(micro)), (example.targets != IGNORE).sum()
+    (valid_tokens,) = rank.total((example.targets != IGNORE).sum())
+    if not rank.alone:  # ranks that are no data ranks of their own have the same samples
+        valid_tokens = valid_tokens * rank.data // rank.ranks
+    return list(example.split(micro)), valid_tokens
 
 
 def backward(model: Decoder, part: Example, valid_tokens: Tensor, config: RunConfig) -> tuple[Tensor, Tensor]:
@@ -138,12 +145,13 @@ def routing_metrics(result: StepResult, config: RunConfig) -> dict[str, object]:
     return metrics
 
 
-def _describe_not_finite(model: Decoder, step: int, loss: float) -> str:
+def _describe_not_finite(model: Decoder, step: int, loss: float, rank: Rank) -> str:
     names = [
-        name
+        name if rank.alone else f"{name} (rank {rank.number})"
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not parameter.grad.isfinite().all()
+        if parameter.grad is not None and not local_of(parameter.grad).isfinite().all()
     ]
+    names = [name for found in rank.of_all(names) for name in found]
     where = f"; gradients that are not finite: {', '.join(names[:3])}" if names else ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (

@@ -1,0 +1,103 @@
+"""Data parallelism by FSDP2: what each data rank keeps of the weights, when it has them whole, and where gradients go.
+
+A segment is one group: however many layers share its parameters, these are gathered once in a forward pass, once more
+in the backward pass where they were let go in between, and their gradients are reduced once. What a layer of a segment
+has to itself, and is large, is a group of its own. Replicas (HSDP) add their gradients up behind that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from tenfold.config.parallel import ParallelConfig
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.moe import MixtureOfExperts
+from tenfold.parallel.mesh import Mesh
+
+
+def shard(
+    model: Decoder,
+    segments: Sequence[Sequence[nn.Module]],
+    by_expert: set[nn.Parameter],
+    mesh: Mesh,
+    config: ParallelConfig,
+) -> None:
+    """Split the parameters of `model`, which may be on the meta device, over the data ranks of `mesh`, in place.
+
+    `segments` are its layers, segment by segment, `by_expert` the parameters that expert ranks have different parts of.
+    Nothing happens where no other rank uses the same parameters.
+    """
+    if mesh.fsdp is None:
+        return
+    # Balancing biases are not trained, and few: every rank has them whole.
+    ignored = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+    if mesh.expert_fsdp is None:
+        ignored |= by_expert
+    for segment in segments:
+        for column in _own_groups(list(segment), by_expert):
+            experts = not by_expert.isdisjoint(column[0].parameters())
+            if (group := mesh.expert_fsdp if experts else mesh.fsdp) is not None:
+                _group(column, group, config, ignored)
+        _group(list(segment), mesh.fsdp, config, ignored)
+    _group([model], mesh.fsdp, config, ignored, root=True)
+
+
+def _group(
+    modules: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig, ignored: set[nn.Parameter], root: bool = False
+) -> None:
+    bf16 = config.gather == "bf16"
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    # The root's stay: the output matrix is used behind the last layer, and at once again in the backward pass.
+    keep = root or config.reshard != "forward"
+    options: Any = {"reshard_after_forward": not keep, "mp_policy": policy, "ignored_params": ignored}
+    first = fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **options)
+    head = first[0] if isinstance(first, list) else first
+    assert isinstance(head, FSDPModule)
+    # Losses are shares of the whole already: gradients add up. Gloo can only add, and would not scale.
+    head.set_force_sum_reduction_for_comms(True)
+    head.set_gradient_divide_factor(1.0)
+
+
+def _own_groups(members: list[nn.Module], by_expert: set[nn.Parameter]) -> list[list[nn.Module]]:
+    """Of a segment's layers the modules that are groups of their own: experts that expert ranks split, which have other
+    data ranks than the rest, and where some parts are shared those that are not."""
+    columns: list[list[nn.Module]] = []
+    for name in ("attention", "ffn"):
+        column: list[nn.Module] = [getattr(layer, name) for layer in members]
+        if isinstance(column[0], MixtureOfExperts):
+            if column[0].router is None:  # what is dense is not called as a module
+                continue
+            column = [layer.ffn.experts for layer in members]  # type: ignore[union-attr,misc]
+        experts = not by_expert.isdisjoint(column[0].parameters())
+        if _shares(column):
+            columns += [column] if experts else []
+        elif experts or len(members) > 1:
+            columns += [[each] for each in column]
+    return columns
+
+
+def _shares(column: Sequence[nn.Module]) -> bool:
+    """Whether any two of these modules hold a parameter in common."""
+    parameters = [parameter for module in column for parameter in set(module.parameters())]
+    return len(set(parameters)) < len(parameters)
+
+
+def begin_pass(model: Decoder, config: ParallelConfig, last: bool) -> None:
+    """Before a micro-batch, the step's last or not: whether its gradients are reduced, and weights kept after it."""
+    if isinstance(model, FSDPModule):
+        each = config.reshard != "step"
+        model.set_requires_gradient_sync(each or last)
+        model.set_reshard_after_backward(each or last)
+
+
+def let_go(model: Decoder) -> None:
+    """Have each data rank hold its own share of the weights alone: before they change, are looked at, or saved."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

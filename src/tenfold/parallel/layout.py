@@ -1,0 +1,209 @@
+"""One stage's model over the ranks of a mesh: made, and told what each rank holds of it.
+
+The order in which a model is laid out is that of `Layout.build`: whole, on the meta device; layers tied; each rank's
+part of every parameter; FSDP2; memory; initial weights. Whatever the layout, the weights are the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tenfold.config.model import ModelConfig
+from tenfold.config.parallel import ParallelConfig
+from tenfold.nn.decoder import Decoder
+from tenfold.nn.init import initialize
+from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.parallel.mesh import Degrees, Mesh
+from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
+from tenfold.parallel.rank import Rank, T
+from tenfold.parallel.splits import cut, splits_of
+from tenfold.sharing.tying import Sharing, materialize, tie
+
+
+class Layout(Rank):
+    """How a model of `model`, whose layers share as `sharing` says, lies on `mesh`.
+
+    `positions`, `dtype` and `recompute` are the decoder's. On one rank all questions have the simplest answer.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: ParallelConfig,
+        model: ModelConfig,
+        sharing: Sharing,
+        positions: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
+    ) -> None:
+        self.mesh, self.config, self.model_config, self.sharing = mesh, config, model, sharing
+        self.device, self.alone, self.number = device, mesh.degrees.ranks == 1, mesh.rank
+        self.ranks, self.data = mesh.degrees.ranks, mesh.degrees.data
+        self._decoder = (model, positions, dtype, recompute)
+        whole = self.whole()
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        """The whole shape of every parameter, by its canonical name."""
+        place = mesh.place
+        self.splits = splits_of(whole, model, mesh.degrees, place["tensor"], place["expert"])
+        """What this rank holds of every parameter before data ranks split it."""
+        names = {parameter: name for name, parameter in whole.named_parameters()}
+        self._uses = Counter(names[parameter] for layer in whole.layers for parameter in layer.parameters())
+
+    def whole(self) -> Decoder:
+        """The model on the meta device as one rank would have it."""
+        with torch.device("meta"):
+            model = Decoder(*self._decoder)
+        tie(model.layers, self.sharing)
+        return model
+
+    @property
+    def degrees(self) -> Degrees:
+        """Ranks along each axis."""
+        return self.mesh.degrees
+
+    @cached_property
+    def others(self) -> Ranks:
+        """What the model is given to talk to other ranks."""
+        return ALONE
+
+    def build(self, seed: int | None = None) -> Decoder:
+        """The model with initial weights; without a `seed` they are whatever memory holds."""
+        with torch.device("meta"):
+            model = Decoder(*self._decoder, self.others)
+        tie(model.layers, self.sharing)
+        cut(model, self.splits)
+        by_expert = {parameter for name, parameter in model.named_parameters() if self.splits[name].by_expert}
+        layers = list(model.layers)
+        if not self.alone:
+            from tenfold.parallel.data import shard  # here: FSDP2 takes seconds to import
+
+            runs = self.sharing.segments()
+            shard(model, [[layers[at] for at in run] for run in runs], by_expert, self.mesh, self.config)
+        materialize(model, self.device)
+        if not self.alone:
+            model._apply(lambda tensor: tensor)  # FSDP2 looks at the memory that its parameters have now
+        if seed is not None:
+            initialize(model, seed, None if self.alone else self._held)
+        return model
+
+    def _held(self, name: str) -> Piece:
+        return self.piece(name)
+
+    def named(self, model: Decoder) -> dict[str, nn.Parameter]:
+        """The parameters that this rank has a part of, by canonical name."""
+        return dict(model.named_parameters())
+
+    def uses(self, model: Decoder) -> dict[nn.Parameter, int]:
+        """How many layers, of all ranks, use each parameter of layers."""
+        return {parameter: self._uses[name] for name, parameter in self.named(model).items() if name in self._uses}
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The pipeline stages that hold a parameter."""
+        return (0,)
+
+    def piece(self, name: str, shape: tuple[int, ...] | None = None) -> Piece:
+        """This rank's piece of a parameter, or of a tensor of its optimizer state that has another whole shape."""
+        place, degrees = self.mesh.place, self.degrees
+        index = place["data_shard"] * degrees.context + place["context"]
+        whole = self.shapes[name] if shape is None else shape
+        return piece_at(name, whole, self.model_config, degrees, index, place["tensor"])
+
+    def begin_pass(self, model: Decoder, last: bool) -> None:
+        """Before a micro-batch, the `last` of a step or not: whether data ranks exchange its gradients."""
+        if not self.alone:
+            from tenfold.parallel.data import begin_pass
+
+            begin_pass(model, self.config, last)
+
+    def let_go(self, model: Decoder) -> None:
+        """Have each data rank hold its own share of the weights alone."""
+        if not self.alone:
+            from tenfold.parallel.data import let_go
+
+            let_go(model)
+
+    def add_gradients(self, model: Decoder) -> None:
+        """Add up what tensor ranks, and pipeline stages that share a block, have of one gradient each."""
+        self.let_go(model)
+        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for name, parameter in self.named(model).items():
+            for axis, places in (("tensor", self.splits[name].tensor_copies), ("pipeline", self.stages_of(name))):
+                group = self.mesh.part(axis, places) if len(places) > 1 and parameter.requires_grad else None
+                if group is not None:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    by_group.setdefault(group, []).append(local_of(parameter.grad))
+        for group, gradients in by_group.items():
+            add_up(gradients, group)
+
+    def copies(self, model: Decoder) -> dict[nn.Parameter, int]:
+        """How many ranks hold the same numbers of each parameter."""
+        return {
+            parameter: self.degrees.data_replicate * len(self.splits[name].tensor_copies) * len(self.stages_of(name))
+            for name, parameter in self.named(model).items()
+        }
+
+    def collect(
+        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, to: int | None = 0
+    ) -> Tensor | None:
+        """A whole parameter `name`, or a tensor of its optimizer state, of `shape` and `dtype`, on the CPU of rank
+        `to`, or of all if None. All ranks must call it; `tensor` is this rank's, None where it has none.
+        """
+        if self.alone or len(shape) == 0:
+            return tensor
+        local = None if tensor is None else local_of(tensor)
+        owners = pieces(name, shape, self.model_config, self.degrees, self.stages_of(name)[0])
+        return collect(local, dtype, self.device, shape, owners, to)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The maximum over all ranks."""
+        if not self.alone:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def agreed(self, value: T) -> T:
+        """What rank 0 gives as `value`, on every rank."""
+        told = [value]
+        if not self.alone:
+            dist.broadcast_object_list(told, 0)
+        return told[0]
+
+    def of_all(self, value: T) -> list[T]:
+        """Every rank's `value`."""
+        told = [value] * self.degrees.ranks
+        if not self.alone:
+            dist.all_gather_object(told, value)
+        return told
+
+    def total(self, *tensors: Tensor) -> list[Tensor]:
+        """The sum over all ranks of each of `tensors`, in one exchange."""
+        if self.alone:
+            return list(tensors)
+        flat = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = zip(flat.split(sizes), tensors, strict=True)
+        return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in parts]
+
+
+FLAT = 2**20
+"""Gradients of fewer elements travel together."""
+
+
+def add_up(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each tensor over a group, in place; small ones in one exchange."""
+    small = [tensor for tensor in tensors if 0 < tensor.numel() < FLAT]
+    if small:
+        flat = torch.cat([tensor.reshape(-1) for tensor in small])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+    for tensor in tensors:
+        if tensor.numel() >= FLAT:
+            dist.all_reduce(tensor, group=group)

@@ -1,0 +1,128 @@
+"""Which rank has which piece of a parameter, or of a tensor of its optimizer state; collecting them, handing them out.
+
+A whole tensor is cut by tensor and expert ranks (`parallel.splits`), and the rows of what is left by data ranks, as
+FSDP2 does it: into equal runs, of which the last ones may be short or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tenfold.config.model import ModelConfig
+from tenfold.parallel.mesh import Degrees
+from tenfold.parallel.splits import Split, split_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a tensor: of its split the rows `rows`."""
+
+    split: Split
+    rows: range
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.split.shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the piece."""
+        shape = self.split.local_shape
+        return (len(self.rows), *shape[1:]) if shape else ()
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The piece of a whole tensor."""
+        return self.split.take(whole)[self.rows.start : self.rows.stop] if whole.dim() else whole
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """The memory in which the rank has it."""
+        return local_of(parameter)
+
+    def stack(self) -> list[int]:
+        """Which of the whole tensor's first dimension it has."""
+        return [at for each in self.split.held[0] for at in each][self.rows.start : self.rows.stop]
+
+    def take_inside(self, one: Tensor) -> Tensor:
+        """Of one entry of the first dimension what the piece has of it."""
+        return self.split.take(one, 1)
+
+    def put(self, whole: Tensor, piece: Tensor) -> None:
+        """Write the piece into a whole tensor."""
+        self.split.put(whole, piece, self.rows)
+
+
+def piece_at(
+    name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, shard: int, tensor: int
+) -> Piece:
+    """The piece of the rank at index `shard` along data_shard x context, and `tensor`."""
+    split = split_of(name, shape, config, degrees, tensor, shard % degrees.expert)
+    shards, index = degrees.shard, shard
+    if name.endswith("balance_bias"):  # whole on every rank (`data.shard`)
+        shards, index = 1, 0
+    elif split.by_expert:
+        shards, index = shards // degrees.expert, shard // degrees.expert
+    rows = split.local_shape[0] if shape else 0
+    each = -(-rows // shards)
+    return Piece(split, range(min(index * each, rows), min((index + 1) * each, rows)))
+
+
+def pieces(
+    name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, stage: int
+) -> Iterator[tuple[int, Piece]]:
+    """All the pieces of a tensor, each once, with the rank that hands it out; `stage` is the first that holds it."""
+    first = stage * degrees.ranks // degrees.pipeline
+    seen = set()
+    for shard in range(degrees.shard):
+        for tensor in range(degrees.tensor):
+            piece = piece_at(name, shape, config, degrees, shard, tensor)
+            key = (piece.split.held, piece.rows)
+            if key not in seen:
+                seen.add(key)
+                yield first + shard * degrees.tensor + tensor, piece
+
+
+@torch.no_grad()
+def collect(
+    local: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...],
+    owners: Iterator[tuple[int, Piece]],
+    to: int | None,
+) -> Tensor | None:
+    """The whole tensor, from the pieces that ranks have (`local` is this one's): on the CPU of rank `to`, or of all.
+
+    Every rank must call it. Ranks that do not get it give None.
+    """
+    mine = dist.get_rank()
+    whole = torch.empty(shape, dtype=dtype) if to in (None, mine) else None
+    for owner, piece in owners:
+        if to == owner == mine:
+            sent = local
+        elif to is None or mine in (to, owner):
+            sent = local.contiguous() if mine == owner and local is not None else None
+            if sent is None:
+                sent = torch.empty(piece.shape, dtype=dtype, device=device)
+            if not sent.numel():
+                continue
+            if to is None:
+                dist.broadcast(sent, owner)
+            elif mine == owner:
+                dist.send(sent, to)
+            else:
+                dist.recv(sent, owner)
+        if whole is not None and sent is not None and piece.shape == tuple(sent.shape):
+            piece.put(whole, sent)
+    return whole
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's own numbers of a tensor, which FSDP2 may have split (its class takes seconds to import)."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -1,0 +1,88 @@
+"""What training asks of all ranks together, and the answers of one that is alone. `layout.Layout` answers for many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tenfold.nn.decoder import Decoder
+from tenfold.parallel.pieces import local_of
+from tenfold.sharing.tying import uses
+
+T = TypeVar("T")
+
+
+class Rank:
+    """One rank that has the whole model to itself."""
+
+    alone = True
+    number = 0
+    """This rank's; rank 0 writes and tells."""
+    ranks = 1
+    data = 1
+    """Ranks that have samples of their own."""
+
+    def begin_pass(self, model: Decoder, last: bool) -> None:
+        """Before a micro-batch, the `last` of a step or not."""
+
+    def uses(self, model: Decoder) -> Mapping[nn.Parameter, int]:
+        """How many layers, of all ranks, use each parameter of layers."""
+        return uses(model.layers)
+
+    def add_gradients(self, model: Decoder) -> None:
+        """Make gradients whole that several ranks have parts of, after the last pass of a step."""
+
+    def copies(self, model: Decoder) -> Mapping[nn.Parameter, int]:
+        """How many ranks hold the same numbers of each parameter; those of one alone may be left out."""
+        return {}
+
+    def total(self, *tensors: Tensor) -> list[Tensor]:
+        """The sum over all ranks of each of `tensors`, in one exchange."""
+        return list(tensors)
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The maximum over all ranks."""
+        return tensor
+
+    def agreed(self, value: T) -> T:
+        """What rank 0 gives as `value`, on every rank."""
+        return value
+
+    def of_all(self, value: T) -> list[T]:
+        """Every rank's `value`."""
+        return [value]
+
+    def let_go(self, model: Decoder) -> None:
+        """Have each rank hold its own share of the weights alone: before they change, are looked at, or saved."""
+
+
+ALONE = Rank()
+
+
+@torch.no_grad()
+def gradient_norm(model: Decoder, rank: Rank, kind: float = 2.0) -> Tensor:
+    """The norm (2 or infinity) of the gradient of all stored parameters of all ranks, each once."""
+    copies = rank.copies(model)
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norms = torch._foreach_norm([local_of(parameter.grad) for parameter in trained if parameter.grad is not None], kind)
+    if not norms:
+        raise ValueError("no parameter has a gradient")
+    stacked = torch.stack(norms)
+    if rank.alone:
+        return torch.linalg.vector_norm(stacked, kind)
+    if kind == math.inf:
+        return rank.largest(stacked.max())
+    shares = torch.tensor([1 / copies.get(parameter, 1) for parameter in trained], device=stacked.device)
+    (total,) = rank.total((stacked.double().square() * shares).sum())
+    return total.sqrt().to(stacked.dtype)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[nn.Parameter], largest: float, norm: Tensor) -> None:
+    """Scale gradients so that their `norm` is at most `largest`."""
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local_of(each.grad) for each in parameters if each.grad is not None], factor)
