@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from collectives import Collectives
 from tenfold.config.model import ModelConfig
+from tenfold.evaluation.generation import generate_batch
 from tenfold.nn.decoder import Decoder
-from tenfold.nn.loss import IGNORE
+from tenfold.nn.layers import Linear, Norm
+from tenfold.nn.loss import IGNORE, cross_entropy_sum
 from tenfold.nn.objective import Example, loss_sum, masked_example
 from tenfold.nn.ranks import ALONE, Ranks
 from tenfold.parallel.mesh import Degrees, Mesh, check
-from tenfold.parallel.splits import Split, cut, splits_of
+from tenfold.parallel.splits import Split, cut, splits_of, vocabulary_of
 from tenfold.parallel.tensor import TensorGroup
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing, materialize, tie
@@ -167,3 +171,112 @@ def _compare(shape: dict[str, Any], tolerance: float) -> None:
             torch.testing.assert_close(hidden, theirs, **close)
             torch.testing.assert_close(model.logits(hidden), whole.logits(theirs), **close)
         torch.testing.assert_close(loss_of(model, example), expected.detach(), **close)
+
+
+def single_precision(names: list[str]) -> None:
+    """In fp32 as on one rank; in bf16 within what rounding does."""
+    for name in names:
+        _compare({**SHAPES[name], "dtype": torch.float32}, 2e-5)
+        shape = {**SHAPES[name], "dtype": torch.bfloat16}
+        whole = whole_model(shape)
+        model, splits = split_model(shape, whole)
+        example = example_of(whole.config)
+        loss_of(whole, example).backward()
+        loss_of(model, example).backward()
+        of_whole = dict(whole.named_parameters())
+        for each, grad in summed_gradients(model, splits).items():
+            theirs = splits[each].take(of_whole[each].grad)
+            assert grad.dtype == torch.float32
+            assert (grad - theirs).norm() < 0.05 * theirs.norm() + 0.05, (name, each)
+
+
+def counted_collectives(recompute: bool) -> list[Counter[str]]:
+    """Calls of the layers and embedding, the loss, the backward pass, and of a pass without gradients, with logits."""
+    shape = {"layers": 3, "recompute": recompute}
+    world = dist.get_world_size()
+    model, _ = split_model(shape, whole_model(shape))
+    seen_by: dict[str, set[int]] = {"norm": set(), "linear": set()}
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen_by["norm" if isinstance(module, Norm) else "linear"].add(inputs[0].shape[1])
+
+    for module in model.modules():
+        if isinstance(module, Norm | Linear):
+            module.register_forward_pre_hook(look)
+    example = example_of(model.config)
+    found = []
+    with Collectives() as seen:
+        hidden = model(example.inputs)[0]
+    assert hidden.shape[1] == LENGTH // world
+    assert seen_by == {"norm": {LENGTH // world}, "linear": {LENGTH}}
+    assert {size for name, size in seen.calls if name == "all_gather_into_tensor"} == {hidden.numel()}
+    assert {size for name, size in seen.calls if name == "reduce_scatter_tensor"} == {hidden.numel() * world}
+    found.append(seen.counts)
+    with Collectives() as seen:
+        loss = loss_sum(model, hidden, example, CHUNK)
+    # Of the logits two numbers a token go round, and before them the largest.
+    assert max(size for name, size in seen.calls if name == "all_reduce") == 2 * CHUNK
+    assert {size for name, size in seen.calls if name != "all_reduce"} == {hidden.numel()}
+    found.append(seen.counts)
+    with Collectives() as seen:
+        loss.backward()
+    found.append(seen.counts)
+    with Collectives() as seen, torch.no_grad():
+        model.logits(model(example.inputs)[0])
+    found.append(seen.counts)
+    return found
+
+
+def cross_entropies() -> None:
+    """`cross_entropy_sum` itself: rows uneven, some ranks with nothing but padding, all targets on one rank, none."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for vocab, padded in ((51, 64), (17, 64), (34, 34), (5, 5)):
+        config = ModelConfig(vocab_size=vocab, vocab_multiple=padded)
+        ranks = TensorGroup(tensor_mesh().group("tensor"), world, rank, config)
+        rows = vocabulary_of(config, world, rank)
+        generator = torch.Generator().manual_seed(vocab)
+        hidden, weight, bias = (
+            torch.randn(size, generator=generator, dtype=torch.float64) for size in ((22, 6), (padded, 6), (padded,))
+        )
+        drawn = torch.randint(vocab, (22,), generator=generator)
+        drawn[[3, 20]] = IGNORE
+        for targets in (drawn, torch.full_like(drawn, vocab - 1), torch.full_like(drawn, IGNORE)):
+            for chunk, with_bias in ((5, True), (100, False)):
+                whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+                part = [hidden.clone().requires_grad_(), weight[rows.start : rows.stop].clone().requires_grad_()]
+                if with_bias:
+                    whole.append(bias.clone().requires_grad_())
+                    part.append(bias[rows.start : rows.stop].clone().requires_grad_())
+                counted = torch.arange(22) % world == rank
+                biases = (whole[2], part[2]) if with_bias else (None, None)
+                ours = cross_entropy_sum(part[0], part[1], targets, vocab, chunk, biases[1], ranks, counted)
+                theirs = cross_entropy_sum(whole[0], whole[1], targets, vocab, chunk, biases[0])
+                (3 * ours).backward()
+                (3 * theirs).backward()
+                for each in (ours := ours.detach(), part[0].grad):
+                    dist.all_reduce(each)
+                torch.testing.assert_close(ours, theirs.detach())
+                torch.testing.assert_close(part[0].grad, whole[0].grad)
+                for mine, its in zip(part[1:], whole[1:], strict=True):
+                    torch.testing.assert_close(mine.grad, its.grad[rows.start : rows.stop])
+
+
+def generated() -> None:
+    """Text from a cache of this rank's key heads alone, past the window too."""
+    for name in (
+        "grouped, fewer key heads than ranks",
+        "llama, heads and widths uneven",
+        "documents, learned positions",
+    ):
+        shape = SHAPES[name]
+        whole = whole_model(shape)
+        model, splits = split_model(shape, whole)
+        rows = splits["layers.0.attention.wk.weight"].local_shape[0]
+        assert model.new_cache(2, 4)._keys[0].shape[1] == rows // whole.config.head_width < whole.config.key_heads
+        prompts = [[5, 1, 3, 8], [2], [9] * 20]
+        for temperature in (0.0, 1.0):
+            ours, theirs = (
+                list(generate_batch(each, prompts, 8, temperature, top_k=20, batch_size=2)) for each in (model, whole)
+            )
+            assert ours == theirs, name
+            assert len(theirs) == 24

@@ -13,3 +13,34 @@ def test_loss_and_every_gradient_are_those_of_one_rank(world):
     names = [name for name, shape in SHAPES.items() if world in shape.get("worlds", (2, 3, 4))]
     assert len(names) >= 13
     on_ranks(world, "parallel.cases_tensor:equal_to_one_rank", names)
+
+
+def test_fp32_and_bf16_are_as_close_as_they_can_be():
+    names = ["gpt2, biases, learned positions", "multi-query", "encoder"]
+    on_ranks(2, "parallel.cases_tensor:single_precision", names)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_layer_gathers_twice_and_scatters_twice_each_way_and_no_logits_are_gathered(recompute):
+    layers, chunks = 3, -(-3 * 24 // 7)
+    gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+    again = (
+        {gather: 2 * layers, scatter: layers} if recompute else {}
+    )  # what follows the last kept tensor is not redone
+    for forward, loss, backward, without in on_ranks(2, "parallel.cases_tensor:counted_collectives", recompute):
+        assert forward == {gather: 2 * layers, scatter: 2 * layers + 1}  # and the embedding's
+        assert loss == {gather: 1, reduce: 2 * chunks}
+        assert backward == {
+            gather: 2 * layers + 1 + again.get(gather, 0),
+            scatter: 2 * layers + 1 + again.get(scatter, 0),
+        }
+        assert without == {reduce: 2 * layers + 1, gather: 1}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_loss_of_split_rows_is_that_of_all(world):
+    on_ranks(world, "parallel.cases_tensor:cross_entropies")
+
+
+def test_text_is_what_one_rank_writes_and_a_rank_keeps_its_own_key_heads():
+    on_ranks(4, "parallel.cases_tensor:generated")
