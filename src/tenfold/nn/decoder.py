@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         ranks = self.ranks
         if ranks.split and ranks.context.size > 1:
             if positions_BT is None:
-                positions_BT = torch.arange(length, device=tokens_BT.device).expand_as(tokens_BT)
+                positions_BT = torch.arange(length, device=tokens_BT.device)[None]
             tokens_BT, positions_BT = ranks.context.own(tokens_BT), ranks.context.own(positions_BT)
         x_BTD = ranks.tensor.embed(tokens_BT, self.embedding.weight)
         if self.positions is not None:
