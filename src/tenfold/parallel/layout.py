@@ -7,6 +7,7 @@ part of every parameter; FSDP2; memory; initial weights. Whatever the layout, th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -106,6 +107,13 @@ class Layout(Rank):
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The pipeline stages that hold a parameter."""
         return (0,)
+
+    def whole_shapes(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+        """The whole shapes of tensors, of all ranks: weights by name, or their optimizer state by "name/kind"."""
+        if self.alone:
+            return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        mine = {key: self.shapes[key.partition("/")[0]] if tensor.dim() else () for key, tensor in tensors.items()}
+        return {key: shape for shapes in self.of_all(mine) for key, shape in shapes.items()}
 
     def piece(self, name: str, shape: tuple[int, ...] | None = None) -> Piece:
         """This rank's piece of a parameter, or of a tensor of its optimizer state that has another whole shape."""

@@ -98,7 +98,9 @@ def splits_of(model: nn.Module, config: ModelConfig, degrees: Degrees, tensor: i
 def split_of(
     name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int
 ) -> Split:
-    """The same for one parameter of that name and whole shape."""
+    """The same for one parameter of that name and whole shape, or a tensor of its optimizer state."""
+    if not shape:
+        return Split((), (), tensor_copies=tuple(range(degrees.tensor)))
     held: list[Ranges] = [(range(size),) for size in shape]
     stem = name.removesuffix(LEFT).removesuffix(RIGHT)
     kind, module, leaf = _kind(stem)

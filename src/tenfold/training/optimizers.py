@@ -13,6 +13,8 @@ from tenfold.checkpoint.tensors import Stored
 from tenfold.config.run import OptimConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
+from tenfold.parallel.layout import Layout
+from tenfold.parallel.pieces import local_of
 from tenfold.parallel.rank import ALONE, Rank
 from tenfold.sharing.rates import divide_by
 
@@ -26,6 +28,11 @@ def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE) ->
     low-rank difference are trained as their matrix is, by the same rules. The updates of what several layers share are
     divided by their number (`sharing.rates`), unless `divide_shared` is off.
     """
+    if rank.ranks > 1 and config.name == "adafactor":
+        raise TenfoldError(
+            'optim.name = "adafactor" keeps means over whole rows and columns, and does not train on several ranks '
+            "yet: take adamw or muon, or one rank"
+        )
     matrices, decayed, plain = [], [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -102,9 +109,12 @@ def set_learning_rate(optimizers: Sequence[Optimizer], rate: float) -> None:
             group["lr"] = rate
 
 
-def state_tensors(model: Decoder, optimizers: Sequence[Optimizer]) -> dict[str, torch.Tensor]:
+def state_tensors(
+    model: Decoder, optimizers: Sequence[Optimizer], layout: Layout | None = None
+) -> dict[str, torch.Tensor]:
     """The optimizers' state under canonical names: `layers.0.attention.wq.weight/exp_avg`."""
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    named = dict(model.named_parameters()) if layout is None else layout.named(model)
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named.items()}
     return {
         f"{names[parameter]}/{key}": value
         for optimizer in optimizers
@@ -114,25 +124,43 @@ def state_tensors(model: Decoder, optimizers: Sequence[Optimizer]) -> dict[str, 
 
 
 def load_state_tensors(
-    model: Decoder, optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Tensor | Stored]
+    model: Decoder,
+    optimizers: Sequence[Optimizer],
+    saved: Mapping[str, torch.Tensor | Stored],
+    layout: Layout | None = None,
 ) -> None:
     """Fill the optimizers' state from `saved`; raises TenfoldError when a tensor is missing, left over or misshapen."""
-    fill_tensors(state_tensors(model, optimizers), saved, "optimizer state")
+    fill_tensors(state_tensors(model, optimizers, layout), saved, "optimizer state", layout)
 
 
 @torch.no_grad()
-def fill_tensors(targets: dict[str, torch.Tensor], saved: Mapping[str, torch.Tensor | Stored], what: str) -> None:
-    """Copy saved tensors into their namesakes, strictly: every name must be on both sides, with the same shape."""
-    for name in sorted(targets.keys() ^ saved.keys()):
-        side = "lacks" if name in targets else "has, and this run does not use,"
+def fill_tensors(
+    targets: dict[str, torch.Tensor],
+    saved: Mapping[str, torch.Tensor | Stored],
+    what: str,
+    layout: Layout | None = None,
+) -> None:
+    """Copy saved tensors into their namesakes, strictly: every name must be on both sides, with the same shape.
+
+    Of many ranks each copies its own pieces; all go through all of `saved`, whose pieces may come from other ranks.
+    """
+    shapes = {name: tuple(target.shape) for name, target in targets.items()}
+    if layout is not None:
+        shapes = layout.whole_shapes(targets)
+    for name in sorted(shapes.keys() ^ saved.keys()):
+        side = "lacks" if name in shapes else "has, and this run does not use,"
         raise TenfoldError(f"the checkpoint's {what} {side} {name}: it is of another model or optimizer")
-    for name, target in targets.items():
-        stored = Stored.of(saved[name])
-        if tuple(target.shape) != stored.shape:
-            raise TenfoldError(
-                f"the checkpoint's {what} {name} has shape {stored.shape}, this run's {tuple(target.shape)}"
-            )
-        flat, begin = target.view(-1), 0
+    for name in sorted(shapes):
+        stored, shape, target = Stored.of(saved[name]), shapes[name], targets.get(name)
+        if shape != stored.shape:
+            raise TenfoldError(f"the checkpoint's {what} {name} has shape {stored.shape}, this run's {shape}")
+        split = layout is not None and not layout.alone and shape != ()
+        whole = target if not split else None if target is None else torch.empty(shape, dtype=stored.dtype)
+        begin = 0
         for piece in stored.pieces():
-            flat[begin : begin + len(piece)].copy_(piece)
+            if whole is not None:
+                whole.view(-1)[begin : begin + len(piece)].copy_(piece)
             begin += len(piece)
+        if split and whole is not None and target is not None:
+            assert layout is not None
+            local_of(target).copy_(layout.piece(name.partition("/")[0], shape).take(whole))
