@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -135,8 +134,8 @@ def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_siz
             f"does not fit model.heads = {model.heads} with kv_heads = {model.key_heads}: ranks that share a key head "
             "must be equally many, with equally many heads each",
         )
-    widths = {"model.ffn": model.ffn if not moe.experts else tensor, "model.moe.ffn": model.expert_ffn}
-    for key, width in widths.items():
+    inner = ("model.moe.ffn", model.expert_ffn) if moe.experts else ("model.ffn", model.ffn)
+    for key, width in (inner, ("the rows of the vocabulary", model.padded_vocab() if model.vocab_size else tensor)):
         if width < tensor:
             fail("tensor", tensor, f"is more than {key} = {width}")
     if degrees.pipeline > model.layers:
@@ -207,15 +206,13 @@ class Mesh:
         return mesh if mesh.size() > 1 else None
 
     def part(self, axis: str, places: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Of the ranks along `axis` those at `places`, if this rank is one of them. Every rank must ask, in the same
-        order."""
+        """Of the ranks along `axis` those at `places`, if this rank is one of them: these must ask, the others need
+        not."""
+        if self.place[axis] not in places:
+            return None
         key = (axis, places)
         if key not in self._groups:
-            assert self._mesh is not None
-            ranks = self._mesh.mesh.movedim(self._mesh.mesh_dim_names.index(axis), -1).flatten(0, -2)  # type: ignore[union-attr]
-            for line in ranks:
-                members = line[torch.tensor(places)].tolist()
-                group = dist.new_group(members)
-                if self.rank in members:
-                    self._groups[key] = group
-        return self._groups.get(key)
+            everyone = dist.get_process_group_ranks(self.group(axis))
+            members = [everyone[place] for place in places]
+            self._groups[key] = dist.new_group(members, use_local_synchronization=True)
+        return self._groups[key]
