@@ -19,10 +19,12 @@ from tenfold.config.parallel import ParallelConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.parallel.context import SplitSequences
 from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
 from tenfold.parallel.rank import Rank, T
 from tenfold.parallel.splits import cut, splits_of
+from tenfold.parallel.tensor import TensorGroup
 from tenfold.sharing.tying import Sharing, materialize, tie
 
 
@@ -71,7 +73,13 @@ class Layout(Rank):
     @cached_property
     def others(self) -> Ranks:
         """What the model is given to talk to other ranks."""
-        return ALONE
+        tensor, context, expert = ALONE.tensor, ALONE.context, ALONE.expert
+        degrees, place, group = self.degrees, self.mesh.place, self.mesh.group
+        if degrees.tensor > 1:
+            tensor = TensorGroup(group("tensor"), degrees.tensor, place["tensor"], self.model_config)
+        if degrees.context > 1:
+            context = SplitSequences(group("context"))
+        return Ranks(tensor, context, expert)
 
     def build(self, seed: int | None = None) -> Decoder:
         """The model with initial weights; without a `seed` they are whatever memory holds."""
