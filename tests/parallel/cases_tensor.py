@@ -280,3 +280,21 @@ def generated() -> None:
             )
             assert ours == theirs, name
             assert len(theirs) == 24
+
+
+def compiled() -> None:
+    """Layers compiled as training does it, each in one graph, its collectives too."""
+    shape = {"dtype": torch.float32, "recompute": True, "bias": True}
+    whole = whole_model(shape)
+    model, splits = split_model(shape, whole)
+    for layer in model.layers:
+        layer.compile(fullgraph=True)
+    example = example_of(whole.config)
+    loss_of(whole, example).backward()
+    loss_of(model, example).backward()
+    of_whole = dict(whole.named_parameters())
+    for each, grad in summed_gradients(model, splits).items():
+        theirs = splits[each].take(of_whole[each].grad)
+        assert (grad - theirs).norm() < 1e-5 * theirs.norm() + 1e-4, each
+    with torch.no_grad():
+        torch.testing.assert_close(model(example.inputs)[0], whole(example.inputs)[0], rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ import pytest
 
 from parallel.cases_tensor import SHAPES
 from ranks import on_ranks
+from tenfold.hardware.compiler import missing_for_compile
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -44,3 +45,9 @@ def test_the_loss_of_split_rows_is_that_of_all(world):
 
 def test_text_is_what_one_rank_writes_and_a_rank_keeps_its_own_key_heads():
     on_ranks(4, "parallel.cases_tensor:generated")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_for_compile()), reason=f"no {missing_for_compile()}")
+def test_layers_compile_to_one_graph_each():
+    on_ranks(2, "parallel.cases_tensor:compiled")
