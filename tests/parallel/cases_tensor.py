@@ -18,6 +18,7 @@ from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.loss import IGNORE, cross_entropy_sum
 from tenfold.nn.objective import Example, loss_sum, masked_example
 from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.parallel.context import SplitSequences
 from tenfold.parallel.mesh import Degrees, Mesh, check
 from tenfold.parallel.splits import Split, cut, splits_of, vocabulary_of
 from tenfold.parallel.tensor import TensorGroup
@@ -36,19 +37,19 @@ BATCH, LENGTH, CHUNK = 3, 24, 7
 # Of the model; "pattern", "parts", "rank" and "sets" are of the sharing, "recompute" and "worlds" (all) of the test.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama, heads and widths uneven": {},
-    "gpt2, biases, learned positions": GPT,
+    "gpt2, biases, learned positions": {**GPT, "worlds": (2, 4)},
     "untied head, padded rows fill whole ranks": {"tie_embeddings": False, "vocab_size": 17, "vocab_multiple": 64},
     "grouped, key heads uneven": {"heads": 6, "kv_heads": 3, "qk_norm": True, "worlds": (2, 3)},
     "grouped, fewer key heads than ranks": {"heads": 12, "kv_heads": 2, "qk_norm": True, "bias": True, "worlds": (4,)},
-    "multi-query": {"heads": 12, "kv_heads": 1, "qk_norm": True},
+    "multi-query": {"heads": 12, "kv_heads": 1, "qk_norm": True, "worlds": (2, 3)},
     "documents, grouped": {"document_end": 3, "heads": 8, "kv_heads": 4, "worlds": (2, 4)},
-    "documents, learned positions": {"document_end": 3, **GPT},
+    "documents, learned positions": {"document_end": 3, **GPT, "worlds": (2, 4)},
     "factorised": {"embedding_width": 6, "bias": True},
-    "encoder": ENCODER,
+    "encoder": {**ENCODER, "worlds": (2, 4)},
     "encoder, factorised, documents": {**ENCODER, "embedding_width": 6, "document_end": 3},
-    "recompute": {"recompute": True},
+    "recompute": {"recompute": True, "worlds": (2, 4)},
     "pseudo": {"layers": 4, "pattern": {"cycle": 2}},
-    "pseudo, attention alone": {"layers": 4, "pattern": "all", "parts": ("attention",), **GPT},
+    "pseudo, attention alone": {"layers": 4, "pattern": "all", "parts": ("attention",), **GPT, "worlds": (2, 4)},
     "relaxed": {"layers": 3, "pattern": "all", "rank": 2, "heads": 8, "kv_heads": 2, "worlds": (2, 4)},
     "experts that share, prototypes": {"moe": SHARED, "sets": "prototype"},
     "experts that share, layer, relaxed": {"moe": SHARED, "sets": "layer", "pattern": "all", "rank": 2},
@@ -82,19 +83,22 @@ def whole_model(shape: dict[str, Any], seed: int = 0) -> Decoder:
 
 
 @functools.cache
-def tensor_mesh() -> Mesh:
-    return Mesh(Degrees(tensor=dist.get_world_size()), "cpu")
+def mesh_of(context: int = 1) -> Mesh:
+    """All ranks but for these of the context are tensor ranks."""
+    return Mesh(Degrees(tensor=dist.get_world_size() // context, context=context), "cpu")
 
 
-def split_model(shape: dict[str, Any], whole: nn.Module | None = None) -> tuple[Decoder, dict[str, Split]]:
+def split_model(
+    shape: dict[str, Any], whole: nn.Module | None = None, context: int = 1
+) -> tuple[Decoder, dict[str, Split]]:
     """This rank's part, with the weights of `whole`; and what it holds."""
-    config, world = configured(shape), dist.get_world_size()
-    degrees = Degrees(tensor=world)
-    check(degrees, config, 1, 1, [LENGTH])
-    mesh = tensor_mesh()
-    ranks = Ranks(TensorGroup(mesh.group("tensor"), world, mesh.place["tensor"], config), ALONE.context, ALONE.expert)
+    config, mesh = configured(shape), mesh_of(context)
+    size, place = mesh.degrees.tensor, mesh.place["tensor"]
+    check(mesh.degrees, config, 1, 1, [LENGTH])
+    sequences = SplitSequences(mesh.group("context")) if context > 1 else ALONE.context
+    ranks = Ranks(TensorGroup(mesh.group("tensor"), size, place, config), sequences, ALONE.expert)
     model = on_meta(shape, ranks)
-    splits = splits_of(model, config, degrees, mesh.place["tensor"], 0)
+    splits = splits_of(model, config, mesh.degrees, place, 0)
     cut(model, splits)
     materialize(model, torch.device("cpu"))
     if whole is not None:
@@ -121,30 +125,31 @@ def loss_of(model: Decoder, example: Example) -> Tensor:
     return loss_sum(model, model(example.inputs)[0], example, CHUNK)
 
 
-def summed_gradients(model: nn.Module, splits: dict[str, Split]) -> dict[str, Tensor]:
+def summed_gradients(model: nn.Module, splits: dict[str, Split], context: int = 1) -> dict[str, Tensor]:
     """The gradient of each parameter of this rank: the sum over the ranks that hold the same part."""
     mine = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     out = {}
     for name in mine:
-        grads = [everyone[rank][name] for rank in splits[name].tensor_copies]
+        size = len(everyone) // context
+        grads = [grad[name] for rank, grad in enumerate(everyone) if rank % size in splits[name].tensor_copies]
         out[name] = torch.stack([grad for grad in grads if grad is not None]).sum(0)
     return out
 
 
-def equal_to_one_rank(names: list[str], tolerance: float = 1e-10) -> None:
+def equal_to_one_rank(names: list[str], context: int = 1) -> None:
     """Loss, every gradient, hidden states and logits without gradients."""
     for name in names:
         try:
-            _compare(SHAPES[name], tolerance)
+            _compare(SHAPES[name], 1e-10, context)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
 
 
-def _compare(shape: dict[str, Any], tolerance: float) -> None:
+def _compare(shape: dict[str, Any], tolerance: float, context: int = 1) -> None:
     whole = whole_model(shape)
-    model, splits = split_model(shape, whole)
+    model, splits = split_model(shape, whole, context)
     example = example_of(whole.config)
     expected, loss = loss_of(whole, example), loss_of(model, example)
     expected.backward()
@@ -154,7 +159,7 @@ def _compare(shape: dict[str, Any], tolerance: float) -> None:
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(total, expected.detach(), **close)
     of_whole = dict(whole.named_parameters())
-    grads = summed_gradients(model, splits)
+    grads = summed_gradients(model, splits, context)
     assert grads.keys() == of_whole.keys()
     for each, grad in grads.items():
         theirs = of_whole[each].grad
@@ -165,7 +170,7 @@ def _compare(shape: dict[str, Any], tolerance: float) -> None:
             grad / scale, splits[each].take(theirs) / scale, **close, msg=lambda told, each=each: f"{each}: {told}"
         )
     with torch.no_grad():  # whole sequences on every rank, of any length
-        for length in (1, 5, LENGTH - 1):
+        for length in (1, LENGTH - 1):
             tokens = example.inputs[:, :length]
             hidden, theirs = model(tokens)[0], whole(tokens)[0]
             torch.testing.assert_close(hidden, theirs, **close)
@@ -232,7 +237,7 @@ def cross_entropies() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for vocab, padded in ((51, 64), (17, 64), (34, 34), (5, 5)):
         config = ModelConfig(vocab_size=vocab, vocab_multiple=padded)
-        ranks = TensorGroup(tensor_mesh().group("tensor"), world, rank, config)
+        ranks = TensorGroup(mesh_of().group("tensor"), world, rank, config)
         rows = vocabulary_of(config, world, rank)
         generator = torch.Generator().manual_seed(vocab)
         hidden, weight, bias = (
