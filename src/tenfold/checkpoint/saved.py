@@ -1,8 +1,9 @@
-"""A checkpoint on disk as it is, or as delinking would leave it: had tensor by tensor, piece by piece, never whole."""
+"""A model's weights and optimizer state as they are, or as delinking would leave them: had tensor by tensor, piece by
+piece, never whole. They lie in a checkpoint on disk, or with the ranks of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tenfold.checkpoint.store import read_manifest
+from tenfold.checkpoint.store import OPTIMIZER, WEIGHTS, read_manifest
 from tenfold.checkpoint.tensors import Stored, open_tensors
 from tenfold.checkpoint.upcycled import carried_pieces, upcycled
 from tenfold.config.load import build
@@ -25,18 +26,26 @@ from tenfold.sharing.tying import Sharing, patterns, ranks, tables, tie
 _LAYER = "layers.{}.{}"
 
 
-class SavedCheckpoint:
-    """The checkpoint in the folder `path`, its files checked; raises TenfoldError that names what is damaged."""
+class Saved:
+    """Tensors of a model of `config` whose layers share as `sharing` says, by canonical name; `betas` are AdamW's.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.manifest = read_manifest(path)
-        self.config = build(ModelConfig, self.manifest["model"], str(path / "manifest.json"))
-        self.sharing = Sharing.load(self.manifest).of_model(self.config)
-        self.weights = open_tensors(path / "weights.safetensors")
-        self.optimizer = open_tensors(path / "optimizer.safetensors")
+    `where` is what messages call them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        sharing: Sharing,
+        positions: int,
+        weights: dict[str, Stored],
+        optimizer: dict[str, Stored],
+        betas: Sequence[float] | None,
+        where: str,
+    ) -> None:
+        self.config, self.sharing, self.weights, self.optimizer = config, sharing, weights, optimizer
+        self._given_betas, self._where = betas, where
         with torch.device("meta"):
-            model = Decoder(self.config, self.manifest["sequence_length"])
+            model = Decoder(config, positions)
         tie(model.layers, self.sharing)
         self._layers, self._places = model.layers, tables(model.layers)
         told = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -44,7 +53,7 @@ class SavedCheckpoint:
         for name in sorted(told.keys() | found.keys()):
             if told.get(name) != found.get(name):
                 raise TenfoldError(
-                    f"{path} is of a model that this Tenfold builds otherwise: {name} has shape {found.get(name)} in "
+                    f"{where} is of a model that this Tenfold builds otherwise: {name} has shape {found.get(name)} in "
                     f"the file, and would have {told.get(name)}"
                 )
 
@@ -55,10 +64,10 @@ class SavedCheckpoint:
         begin (`begun`) are left out. Raises TenfoldError when `after` does not refine what is shared in the file, or
         when the state cannot be carried.
         """
-        after.check_refines(self.sharing, f"delinking {self.path}")
+        after.check_refines(self.sharing, f"delinking {self._where}")
         if self.sharing.rank and after.rank > self.sharing.rank:
             raise TenfoldError(
-                f"{self.path} has differences of rank {self.sharing.rank}, which grow in a run alone, from stage to "
+                f"{self._where} has differences of rank {self.sharing.rank}, which grow in a run alone, from stage to "
                 f"stage: begin with rank = {self.sharing.rank}"
             )
         origins = self._origins(after)
@@ -149,9 +158,26 @@ class SavedCheckpoint:
             begin += len(piece)
 
     def _betas(self) -> Any:
-        if "betas" not in self.manifest:
+        if self._given_betas is None:
             raise TenfoldError(
-                f"{self.path} was written before checkpoints held AdamW's betas, which rescaling needs: save it anew "
+                f"{self._where} was written before checkpoints held AdamW's betas, which rescaling needs: save it anew "
                 "by resuming its run, or take moments copy or reset"
             )
-        return self.manifest["betas"]
+        return self._given_betas
+
+
+class SavedCheckpoint(Saved):
+    """The checkpoint in the folder `path`, its files checked; raises TenfoldError that names what is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.manifest = path, read_manifest(path)
+        config = build(ModelConfig, self.manifest["model"], str(path / "manifest.json"))
+        super().__init__(
+            config,
+            Sharing.load(self.manifest).of_model(config),
+            self.manifest["sequence_length"],
+            open_tensors(path / WEIGHTS),
+            open_tensors(path / OPTIMIZER),
+            self.manifest.get("betas"),
+            str(path),
+        )

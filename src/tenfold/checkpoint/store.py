@@ -23,11 +23,16 @@ from tenfold.checkpoint.tensors import Stored, write_tensors
 from tenfold.errors import TenfoldError
 
 FORMAT = 1
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 def save_checkpoint(
-    folder: Path, step: int, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], place: dict[str, Any]
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Tensor | Stored],
+    optimizer: Mapping[str, Tensor | Stored],
+    place: dict[str, Any],
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and return its path.
 
@@ -72,7 +77,7 @@ def write_checkpoint(
     """
     contents = {
         name: {key: Stored.of(tensor) for key, tensor in tensors.items()}
-        for name, tensors in (("weights.safetensors", weights), ("optimizer.safetensors", optimizer))
+        for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, optimizer))
     }
     needed = sum(stored.bytes for tensors in contents.values() for stored in tensors.values())
     if needed > (free := shutil.disk_usage(folder.parent).free):
@@ -89,7 +94,7 @@ def write_checkpoint(
 def load_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     """Manifest, weights and optimizer state of a checkpoint whose files are all as they were written."""
     manifest = read_manifest(path)
-    return manifest, load_file(path / "weights.safetensors"), load_file(path / "optimizer.safetensors")
+    return manifest, load_file(path / WEIGHTS), load_file(path / OPTIMIZER)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -64,10 +64,15 @@ class Stored:
         return cls(tensor.dtype, tuple(tensor.shape), lambda: iter(tensor.detach().reshape(-1).split(PIECE)))
 
 
+def writing_order(tensors: Mapping[str, Stored]) -> list[str]:
+    """The order in which a file has tensors: the widest elements first, as the library has it, so that each tensor
+    begins at a multiple of its element."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Stored], advance: Callable[[int], None]) -> dict[str, Any]:
     """Write a safetensors file; its `bytes` and `sha256`. `advance` is told of the bytes as they are written."""
-    # The widest elements first, as the library has it, so that each tensor begins at a multiple of its element.
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    names = writing_order(tensors)
     places, end = {}, 0
     for name in names:
         stored = tensors[name]

@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from tenfold.data.mixture import TrainingData
+    from tenfold.parallel.launch import World
+    from tenfold.training.run import Run
 
 USAGE = """usage: tenfold train RUN.toml [--out FOLDER] [--resume] [--dry-run] [flags]
 
@@ -100,8 +102,23 @@ def expected_vocabulary(config: RunConfig) -> tuple[int, int | None]:
 
 def train(config: RunConfig, folder: Path, resume: bool) -> int:
     """Train in the run directory `folder`; the exit code. A signal saves, and is no failure."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise TenfoldError(f"this Tenfold trains on one process, and WORLD_SIZE is {os.environ['WORLD_SIZE']}")
+    from tenfold.parallel.launch import open_world, world_of
+
+    world = world_of(dict(os.environ))
+    if world.first:
+        started = _check_folder(folder, resume)
+
+    # Imported here, and only now: PyTorch takes seconds, and a mistake in the arguments should be told at once.
+    from tenfold.hardware.device import pick_device
+
+    device = pick_device(config.training.device)
+    with open_world(device.type, config.parallel.timeout) as world:
+        started = world.agreed(started if world.first else False)
+        return _train(config, folder, started, device, world)
+
+
+def _check_folder(folder: Path, resume: bool) -> bool:
+    """Whether a run was begun in `folder`; TenfoldError where none can be begun, or gone on with."""
     started = (folder / "config.toml").is_file()
     if folder.exists() and not folder.is_dir():
         raise TenfoldError(f"{folder} is not a folder; give another --out")
@@ -110,35 +127,32 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
         if resume:
             raise TenfoldError(f"{folder} is not a run directory: it has no config.toml; give another --out")
         raise TenfoldError(f"{folder} exists already; give --resume to go on with it, or another --out")
+    return started
 
-    # Imported here, and only now: PyTorch takes seconds, and a mistake in the arguments should be told at once.
+
+def _train(config: RunConfig, folder: Path, started: bool, device: torch.device, world: World) -> int:
     import torch
 
-    from tenfold.data.mixture import data_as_prepared, open_data
+    from tenfold.data.mixture import open_data
     from tenfold.hardware.cores import usable_cores
-    from tenfold.hardware.device import pick_device
-    from tenfold.hardware.memory import is_out_of_memory, keep_freed_memory
+    from tenfold.hardware.memory import keep_freed_memory
     from tenfold.reporting.display import Display, closing_table
-    from tenfold.reporting.metrics import MetricsWriter, read_metrics, write_atomically
+    from tenfold.reporting.metrics import MetricsWriter, read_metrics
     from tenfold.reporting.report import write_report
     from tenfold.training.run import Run
-    from tenfold.training.setup import check_tokens, resolve
+    from tenfold.training.setup import check_tokens
     from tenfold.training.stages import plan_stages
 
-    device = pick_device(config.training.device)
     keep_freed_memory()
     torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     plan_stages(config)  # its faults are told before any text is read
+    given = config
+    config = world.by_first(lambda: _decided(given, folder, started, device))  # text is prepared by one process
     data = open_data(config.data)
-    config = config.model_copy(update={"data": data_as_prepared(config.data, data)})
-    if started:
-        config = _same_config(config, folder, data, device)
-    else:
-        config = resolve(config, data.vocab_size, device, data.mask_token(), data.end_of_text)
     assert config.model.vocab_size is not None
     check_tokens(data, config.model.vocab_size)
 
-    console = Console()
+    console = Console(quiet=not world.first)
     writer: MetricsWriter | None = None
 
     def emit(event: dict[str, object]) -> None:
@@ -149,34 +163,29 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
     stages = plan_stages(config)
     display = Display(stages[-1].tokens_at(stages[-1].last_step), console=console)
     # Whatever does not fit is told here, before anything is written.
-    run = Run(config, data, folder, device, emit, display.note)
+    run = Run(config, data, folder, device, emit, display.note, world)
     if not started:
         run.open_start()
-    folder.mkdir(parents=True, exist_ok=True)
-    with _only_one(folder):
-        if not started:
-            if data.tokenizer_file is not None:
-                shutil.copyfile(data.tokenizer_file, folder / "tokenizer.json")
-            write_atomically(folder / "config.toml", dump_toml(config))
+    with _only_one(folder) if world.first else nullcontext():
+        if world.first and not started:
+            _begin(folder, config, data)
         step = run.restore() if started else None
-        if step == run.stages[-1].last_step and _ended(read_metrics(folder)):
+        if step == run.stages[-1].last_step and world.by_first(lambda: bool(_ended(read_metrics(folder)))):
             display.note(f"{folder} is finished already")
         else:
-            writer = MetricsWriter(folder, resume_step=(step or 0) if started else None)
+            writer = MetricsWriter(folder, resume_step=(step or 0) if started else None) if world.first else None
             try:
-                with display:
-                    finished = run.run(writer.former)
+                with display if world.first else nullcontext():
+                    finished = run.run(writer.former if writer is not None else None)
             except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise TenfoldError(
-                    f"out of memory after step {run.place.step}: {str(error).splitlines()[0]}. Set a smaller "
-                    "training.micro_batch_size, or training.recompute = true, in a new --out"
-                ) from None
+                raise _told(error, run) from None
             finally:
-                writer.close()
+                if writer is not None:
+                    writer.close()
             if not finished:
                 return 0
+        if not world.first:
+            return 0
         report = write_report(folder)
         events = read_metrics(folder)
         console.print(
@@ -185,6 +194,39 @@ def train(config: RunConfig, folder: Path, resume: bool) -> int:
             )
         )
     return 0
+
+
+def _decided(config: RunConfig, folder: Path, started: bool, device: torch.device) -> RunConfig:
+    """The configuration with everything decided that was left open, once the data is there."""
+    from tenfold.data.mixture import data_as_prepared, open_data
+    from tenfold.training.setup import resolve
+
+    data = open_data(config.data)
+    config = config.model_copy(update={"data": data_as_prepared(config.data, data)})
+    if started:
+        return _same_config(config, folder, data, device)
+    return resolve(config, data.vocab_size, device, data.mask_token(), data.end_of_text)
+
+
+def _begin(folder: Path, config: RunConfig, data: TrainingData) -> None:
+    """What a run directory has from the first."""
+    from tenfold.reporting.metrics import write_atomically
+
+    if data.tokenizer_file is not None:
+        shutil.copyfile(data.tokenizer_file, folder / "tokenizer.json")
+    write_atomically(folder / "config.toml", dump_toml(config))
+
+
+def _told(error: Exception, run: Run) -> Exception:
+    """An error of PyTorch's as one for people, where it is known."""
+    from tenfold.hardware.memory import is_out_of_memory
+
+    if not is_out_of_memory(error):
+        return error
+    return TenfoldError(
+        f"out of memory after step {run.place.step}: {str(error).splitlines()[0]}. Set a smaller "
+        "training.micro_batch_size, or training.recompute = true, in a new --out"
+    )
 
 
 def _ended(events: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -214,6 +256,7 @@ def _same_config(given: RunConfig, folder: Path, data: TrainingData, device: tor
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
     """Hold the run directory for this process alone."""
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,6 +32,10 @@ class ParallelConfig(Section):
         "weights, in which layers that share then add up gradients, too; fp32 is what one process computes.",
     )
 
+    timeout: float = Field(
+        600.0, gt=0, description="Seconds after which a rank that waits for the others gives up and names them."
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, given: Any) -> Any:

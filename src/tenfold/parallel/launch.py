@@ -56,6 +56,9 @@ class World:
         return value  # type: ignore[return-value]
 
 
+ONE = World()
+
+
 def world_of(environment: dict[str, str]) -> World:
     """The processes that the environment tells of; TenfoldError where it tells half of it."""
     if environment.get("WORLD_SIZE", "1") == "1":

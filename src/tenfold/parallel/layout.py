@@ -49,7 +49,7 @@ class Layout(Rank):
         self.device, self.alone, self.number = device, mesh.degrees.ranks == 1, mesh.rank
         self.ranks, self.data = mesh.degrees.ranks, mesh.degrees.data
         self._decoder = (model, positions, dtype, recompute)
-        whole = self.whole()
+        whole = self.whole
         self.shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
         """The whole shape of every parameter, by its canonical name."""
         place = mesh.place
@@ -58,6 +58,7 @@ class Layout(Rank):
         names = {parameter: name for name, parameter in whole.named_parameters()}
         self._uses = Counter(names[parameter] for layer in whole.layers for parameter in layer.parameters())
 
+    @cached_property
     def whole(self) -> Decoder:
         """The model on the meta device as one rank would have it."""
         with torch.device("meta"):
@@ -108,8 +109,10 @@ class Layout(Rank):
         """The parameters that this rank has a part of, by canonical name."""
         return dict(model.named_parameters())
 
-    def uses(self, model: Decoder) -> dict[nn.Parameter, int]:
+    def uses(self, model: Decoder) -> Mapping[nn.Parameter, int]:
         """How many layers, of all ranks, use each parameter of layers."""
+        if self.alone:  # as the layers are now: they are delinked in place
+            return super().uses(model)
         return {parameter: self._uses[name] for name, parameter in self.named(model).items() if name in self._uses}
 
     def stages_of(self, name: str) -> tuple[int, ...]:
@@ -171,7 +174,7 @@ class Layout(Rank):
         """A whole parameter `name`, or a tensor of its optimizer state, of `shape` and `dtype`, on the CPU of rank
         `to`, or of all if None. All ranks must call it; `tensor` is this rank's, None where it has none.
         """
-        if self.alone or len(shape) == 0:
+        if self.alone or (not shape and self.degrees.pipeline == 1):
             return tensor
         local = None if tensor is None else local_of(tensor)
         owners = pieces(name, shape, self.model_config, self.degrees, self.stages_of(name)[0])

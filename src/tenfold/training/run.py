@@ -1,4 +1,7 @@
-"""A training run from its first step to its last: stages, delinking, validation, checkpoints, stopping, going on."""
+"""A training run from its first step to its last: stages, delinking, validation, checkpoints, stopping, going on.
+
+On many ranks every one of them goes through all of it; rank 0 alone writes, and tells.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tenfold.checkpoint.gathered import gathered, hand_over
 from tenfold.checkpoint.store import (
+    OPTIMIZER,
+    WEIGHTS,
     latest_checkpoint,
     list_checkpoints,
-    load_checkpoint,
+    read_manifest,
     retire_checkpoints,
     save_checkpoint,
 )
+from tenfold.checkpoint.tensors import open_tensors
 from tenfold.config.run import EvaluationConfig, RunConfig, StageConfig
 from tenfold.data.mixing import Order
 from tenfold.data.mixture import TrainingData
@@ -31,6 +38,9 @@ from tenfold.hardware.device import describe_machine, matrix_rate
 from tenfold.hardware.memory import memory_used_bytes
 from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
+from tenfold.parallel.launch import ONE, World
+from tenfold.parallel.layout import Layout
+from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.tying import Sharing
 from tenfold.sharing.upcycling import tolerance
@@ -39,7 +49,16 @@ from tenfold.training.measuring import Coming, measure_moments
 from tenfold.training.observing import logits_in_fp32, logits_of, read_evaluations, similarity, write_sample
 from tenfold.training.optimizers import build_optimizers, fill_tensors, load_state_tensors, materialize, state_tensors
 from tenfold.training.place import Place, check_same_run
-from tenfold.training.setup import DTYPES, build_model, check_compiler, check_memory, compile_layers, describe_stages
+from tenfold.training.relayout import lay_out_anew
+from tenfold.training.setup import (
+    DTYPES,
+    check_compiler,
+    check_memory,
+    compile_layers,
+    degrees_of_stages,
+    describe_stages,
+    layout_of,
+)
 from tenfold.training.signals import Signals
 from tenfold.training.sources import mixture_metrics, phases_of, tell_epochs
 from tenfold.training.stages import Stage, learning_rate, plan_stages
@@ -50,8 +69,15 @@ from tenfold.training.when import Watch
 Emit = Callable[[dict[str, Any]], None]
 
 
+def _nothing(_: object) -> None:
+    """What ranks tell that are not the first."""
+
+
 class Run:
-    """One run on one process. `config` is resolved (`setup.resolve`); events go to `emit`, remarks to `note`."""
+    """One run, as one of the processes of `world` goes through it.
+
+    `config` is resolved (`setup.resolve`); events go to `emit`, remarks to `note`, on rank 0 alone.
+    """
 
     def __init__(
         self,
@@ -61,12 +87,15 @@ class Run:
         device: torch.device,
         emit: Emit,
         note: Callable[[str], None],
+        world: World = ONE,
     ) -> None:
-        self.config, self.data, self.folder, self.device = config, data, folder, device
-        self.emit, self.note = emit, note
+        self.config, self.data, self.folder, self.device, self.world = config, data, folder, device, world
+        self.emit: Emit = emit if world.first else _nothing
+        self.note: Callable[[str], None] = note if world.first else _nothing
         self.stages = plan_stages(config)
+        self.degrees = degrees_of_stages(config, self.stages, world.size)
         self.described = describe_stages(config, self.stages)
-        check_memory(self.described, config.optim.name, device)
+        check_memory(self.described, config.optim.name, device, self.degrees)
         if config.training.compile:
             check_compiler(device)
         length, seed = config.data.sequence_length, config.training.seed
@@ -79,6 +108,7 @@ class Run:
         self.asked = read_evaluations(config, data)
         tell_epochs(self.train, phases[-1].last, self.note, self.remark)
         self.rate = matrix_rate(device, DTYPES[config.training.precision])
+        self._meshes: dict[Degrees, Mesh] = {}
         self.energy = Ledger(grid_of(config.energy))
         self.stop_reason: str | None = None
         self.model: Decoder
@@ -101,6 +131,12 @@ class Run:
         self.stop_reason = reason
         self.note(f"{reason}: saving after this step; once more to stop at once")
 
+    def _is_to_stop(self) -> bool:
+        """Whether a signal came to any rank; all then have its name."""
+        if not self.layout.alone and self.layout.largest(torch.tensor(int(self.stop_reason is not None))):
+            self.stop_reason = next(reason for reason in self.layout.of_all(self.stop_reason) if reason)
+        return self.stop_reason is not None
+
     def open_start(self) -> None:
         """Find the checkpoint that a new run begins from, if it does, and check that it fits."""
         if self.config.start.checkpoint is not None:
@@ -110,15 +146,10 @@ class Run:
 
     def restore(self) -> int | None:
         """Take up the newest whole checkpoint, if there is one; the step it is of."""
-        path = latest_checkpoint(self.checkpoints, self.remark)
+        path = self.world.by_first(self._latest)
         if path is None:
-            if list_checkpoints(self.checkpoints):
-                raise TenfoldError(
-                    f"no checkpoint in {self.checkpoints} is whole, and beginning anew would write over them and over "
-                    "the metrics; put one back, move that folder away to begin anew, or give another --out"
-                )
             return None
-        manifest, weights, optimizer = load_checkpoint(path)
+        manifest = self.world.by_first(lambda: read_manifest(path))
         if "delinked_from" in manifest:
             raise TenfoldError(
                 f"{path} was made by `tenfold delink`, and there is no run to go on with: begin one from it, with "
@@ -130,9 +161,21 @@ class Run:
         if self.stages[self.place.stage].rule is not None or self.place.ends:
             self._plan(Sharing.load(manifest))
         self._build(self.stages[self.place.stage])
-        fill_tensors({name: tensor.data for name, tensor in self.model.named_parameters()}, weights, "weights")
-        load_state_tensors(self.model, self.optimizers, optimizer)
+        fill_tensors(self._weights(), open_tensors(path / WEIGHTS), "weights", self.layout)
+        load_state_tensors(self.model, self.optimizers, open_tensors(path / OPTIMIZER), self.layout)
         return self.place.step
+
+    def _latest(self) -> Path | None:
+        path = latest_checkpoint(self.checkpoints, self.remark)
+        if path is None and list_checkpoints(self.checkpoints):
+            raise TenfoldError(
+                f"no checkpoint in {self.checkpoints} is whole, and beginning anew would write over them and over "
+                "the metrics; put one back, move that folder away to begin anew, or give another --out"
+            )
+        return path
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.data for name, parameter in self.layout.named(self.model).items()}
 
     def run(self, former: dict[str, Any] | None = None) -> bool:
         """Train to the end; False when a signal stopped it before (a checkpoint is saved then).
@@ -174,7 +217,7 @@ class Run:
                 self._enter(number)
             while place.step < self.stages[number].last_step:
                 self._advance(self.stages[number])
-                if self.stop_reason:
+                if self._is_to_stop():
                     self._save(self.stages[number])
                     self.emit({"event": "stop", "step": place.step, "reason": self.stop_reason})
                     return False
@@ -190,14 +233,22 @@ class Run:
         self._build(self.stages[0])
         if self._start is None:
             return {}
-        freed = self._start.fill(self.model, self.optimizers)
+        freed = self._start.fill(self.model, self.optimizers, self.layout)
         self.remark(str(self._start))
         return {"started_from": self._start.describe() | self._measure(self.stages[0].config, freed, self.stages[0], 0)}
 
     def _build(self, stage: Stage) -> None:
-        self.model = build_model(self.config, stage.sharing, self.device)
-        self.optimizers = build_optimizers(self.model, self.config.optim)
+        self.layout = self._layout(self.stages.index(stage), stage.sharing)
+        self.model = self.layout.build(self.config.training.seed)
+        self.optimizers = build_optimizers(self.model, self.config.optim, self.layout)
         self._compile()
+
+    def _layout(self, number: int, sharing: Sharing) -> Layout:
+        """How the model of stage `number` lies on the ranks. Meshes are opened once, for they open groups."""
+        degrees = self.degrees[number]
+        if degrees not in self._meshes:
+            self._meshes[degrees] = Mesh(degrees, self.device.type)
+        return layout_of(self.config, sharing, self._meshes[degrees], self.device)
 
     def _compile(self) -> None:
         if self.config.training.compile:
@@ -210,7 +261,9 @@ class Run:
         coming = self._coming(stage, place.step)
         batch, first, pieces = coming.batch, coming.first_sample, coming.pieces
         rate = learning_rate(config.optim, self.stages, stage, place.step)
-        result = train_step(self.model, self.optimizers, batch, place.step + 1, rate, config, first, pieces)
+        result = train_step(
+            self.model, self.optimizers, batch, place.step + 1, rate, config, first, pieces, self.layout
+        )
         took = time.monotonic() - began
         place.step += 1
         place.stage_seconds += took
@@ -228,8 +281,9 @@ class Run:
             self._save(stage)
 
     def _coming(self, stage: Stage, step: int) -> Coming:
-        first = stage.sample_at(step)
-        batch = torch.from_numpy(self.train.batch(first, stage.batch_size)).to(self.device)
+        mine = stage.batch_size // self.layout.data
+        first = stage.sample_at(step) + self.layout.mesh.data_index * mine
+        batch = torch.from_numpy(self.train.batch(first, mine)).to(self.device)
         return Coming(batch, first, stage.sequence_length // stage.length_at(step))
 
     _window_steps, _window_seconds = 0, 0.0  # since the last line of metrics
@@ -238,7 +292,8 @@ class Run:
         tokens_per_second = self._window_steps * stage.tokens_per_step / self._window_seconds
         self._window_steps, self._window_seconds = 0, 0.0
         length = stage.length_at(self.place.step - 1)
-        flops = count(self.model, length).flops_per_token * tokens_per_second
+        flops = count(self.layout.whole, length).flops_per_token * tokens_per_second
+        memory = int(self.layout.largest(torch.tensor(memory_used_bytes(self.device))))  # of the rank that uses most
         self.emit(
             {
                 "event": "step",
@@ -247,8 +302,8 @@ class Run:
                 "lr": rate,
                 "grad_norm": result.grad_norm,
                 "tokens_per_second": tokens_per_second,
-                "flops_share": flops / self.rate,
-                "memory_bytes": memory_used_bytes(self.device),
+                "flops_share": flops / (self.rate * self.world.size),
+                "memory_bytes": memory,
                 "sequence_length": length,
                 **mixture_metrics(self.train, stage, self.place.step),
                 **self.energy.window(self.place, stage.tokens_at(self.place.step)),
@@ -312,7 +367,7 @@ class Run:
     _written: str | None = None  # what the model wrote when it was last looked at
 
     def _emit_similarity(self, stage: Stage) -> None:
-        if (told := similarity(self.model)) is not None:
+        if self.layout.alone and (told := similarity(self.model)) is not None:
             self.emit({"event": "similarity", **self._where(stage), **told})
 
     def _write(self) -> str | None:
@@ -365,14 +420,22 @@ class Run:
         Where experts are freed it is the same to rounding: that is looked at in fp32, and with no token dropped.
         `config` says what moments freed layers start from, `coming_of` is the stage that the coming steps are of.
         """
-        began, stored = time.monotonic(), count(self.model, 1).stored
+        began, stored = time.monotonic(), count(self.layout.whole, 1).stored
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
         upcycles = before.experts != after.experts
         look = logits_in_fp32 if upcycles else logits_of
         logits = look(self.model, probe)
-        seed, start = self.config.training.seed, self.place.step
-        freed = delink(self.model.layers, self.optimizers, after, config.moments, seed)
-        materialize(self.optimizers)
+        start, former = self.place.step, self.layout
+        self.layout = self._layout(self.stages.index(coming_of), after)
+        freed: list[torch.nn.Parameter] = []
+        if former.alone and self.layout.alone:
+            seed = self.config.training.seed
+            freed = delink(self.model.layers, self.optimizers, after, config.moments, seed)
+            materialize(self.optimizers)
+        else:
+            self.model, self.optimizers = lay_out_anew(
+                self.model, self.optimizers, former, self.layout, self.config, config.moments
+            )
         self._compile()
         difference = (look(self.model, probe) - logits).abs().max().item()
         measured = self._measure(config, freed, coming_of, start)
@@ -383,9 +446,9 @@ class Run:
             **measured,
             "logits_equal": difference == 0.0,
             "max_difference": difference,
-            **({"tolerance": tolerance(logits, len(self.model.layers))} if upcycles else {}),
+            **({"tolerance": tolerance(logits, self.config.model.layers)} if upcycles else {}),
             "stored_before": stored,
-            "stored_after": count(self.model, 1).stored,
+            "stored_after": count(self.layout.whole, 1).stored,
             "seconds": time.monotonic() - began,
         }
 
@@ -417,9 +480,14 @@ class Run:
             "betas": [self.config.optim.beta1, self.config.optim.beta2],
             "data_fingerprint": self.data.fingerprint,
         }
-        weights = {name: parameter.data for name, parameter in self.model.named_parameters()}
-        state = state_tensors(self.model, self.optimizers)
-        save_checkpoint(self.checkpoints, self.place.step, weights, state, place)
+        self.layout.let_go(self.model)
+        state = state_tensors(self.model, self.optimizers, self.layout)
+        contents = [gathered(self.layout, tensors) for tensors in (self._weights(), state)]
+        if not self.world.first:
+            for tensors in contents:
+                hand_over(tensors)
+            return
+        save_checkpoint(self.checkpoints, self.place.step, contents[0], contents[1], place)
         ends = {stage.last_step for stage in self.stages}
         retire_checkpoints(self.checkpoints, self.place.step, self.config.checkpoint.keep, ends)
 

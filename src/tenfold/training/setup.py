@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from tenfold.checkpoint.store import latest_checkpoint, list_checkpoints, load_checkpoint
 from tenfold.config.load import build
 from tenfold.config.model import ModelConfig
+from tenfold.config.parallel import ParallelConfig
 from tenfold.config.run import RunConfig
 from tenfold.data.mixture import TrainingData
 from tenfold.errors import TenfoldError
@@ -20,7 +21,8 @@ from tenfold.hardware.device import matrix_rate
 from tenfold.hardware.memory import memory_limit_bytes
 from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
-from tenfold.nn.init import initialize
+from tenfold.parallel.layout import Layout
+from tenfold.parallel.mesh import Degrees, Mesh, check, degrees_of
 from tenfold.reporting.format import format_bytes
 from tenfold.sharing.tying import PARTS, Sharing, materialize, tie
 from tenfold.training.optimizers import fill_tensors
@@ -120,11 +122,47 @@ def check_tokens(data: TrainingData, vocab_size: int) -> None:
 
 
 def build_model(config: RunConfig, sharing: Sharing, device: torch.device) -> Decoder:
-    """The model of a resolved configuration with initial weights, made on the meta device and filled on `device`."""
-    model = shape_of(config, sharing)
-    materialize(model, device)
-    initialize(model, config.training.seed)
-    return model
+    """The model of a resolved configuration with initial weights on `device`, on one rank."""
+    return layout_of(config, sharing, Mesh(Degrees(), device.type), device).build(config.training.seed)
+
+
+def layout_of(config: RunConfig, sharing: Sharing, mesh: Mesh, device: torch.device) -> Layout:
+    """How the model of a resolved configuration lies on the ranks of `mesh`."""
+    training = config.training
+    return Layout(
+        mesh,
+        config.parallel,
+        config.model,
+        sharing,
+        config.data.sequence_length,
+        device,
+        DTYPES[training.precision],
+        training.recompute,
+    )
+
+
+def degrees_of_stages(config: RunConfig, stages: list[Stage], world: int) -> list[Degrees]:
+    """The degrees of every stage on `world` ranks, checked against model, batch and sequences.
+
+    Raises TenfoldError where they do not fit, and for what needs one rank alone.
+    """
+    found = []
+    for number, stage in enumerate(stages):
+        where, batch = f"stages.{number} ({stage.name})", stage.batch_size
+        try:
+            asked = ParallelConfig(**{**config.parallel.model_dump(), **(stage.config.parallel or {})})
+            degrees = degrees_of(asked, world, config.model, batch)
+            check(degrees, config.model, batch, config.training.micro_batch_size, stage.lengths)
+        except TenfoldError as error:
+            raise TenfoldError(f"{where}: {error}") from None
+        for key, value in (("until", "auto" if stage.rule else ""), ("moments", stage.config.moments)):
+            if world > 1 and value in ("auto", "measure"):
+                raise TenfoldError(
+                    f'{where}.{key} = "{value}" looks at every layer\'s own gradient, which needs one rank; there are '
+                    f"{world}: take another {key}"
+                )
+        found.append(degrees)
+    return found
 
 
 def shape_of(config: RunConfig, sharing: Sharing) -> Decoder:
@@ -190,16 +228,20 @@ def memory_for_state(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
 
 
-def check_memory(described: list[dict[str, Any]], optimizer: str, device: torch.device) -> None:
+def check_memory(
+    described: list[dict[str, Any]], optimizer: str, device: torch.device, degrees: Sequence[Degrees]
+) -> None:
     """The largest stage's weights, gradients and moments fit the memory there is, or a TenfoldError with the bytes."""
     limit = memory_for_state(device)
-    for stage in described:
-        needed = state_bytes(stage["stored_parameters"], optimizer)
+    for stage, ranks in zip(described, degrees, strict=True):
+        split = ranks.shard * ranks.tensor * ranks.pipeline
+        needed = state_bytes(stage["stored_parameters"], optimizer) // split
         if needed > limit:
             raise TenfoldError(
                 f"stage {stage['name']}: weights, gradients and optimizer state alone need {format_bytes(needed)} "
-                f"({state_bytes(1, optimizer)} bytes for each of {stage['stored_parameters']:,} stored parameters), "
-                f"and this machine has {format_bytes(limit)}. Take a smaller model, or see the shape only with "
+                f"({state_bytes(1, optimizer)} bytes for each of {stage['stored_parameters']:,} stored parameters"
+                f"{f', over {split} ranks' if split > 1 else ''}), and this machine has {format_bytes(limit)}. Take a "
+                "smaller model, or see the shape only with "
                 "--dry-run"
             )
 

@@ -19,6 +19,7 @@ from tenfold.config.model import ModelConfig
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
+from tenfold.parallel.layout import Layout
 from tenfold.training.optimizers import fill_tensors, state_tensors
 from tenfold.training.setup import checkpoint_at, run_of
 from tenfold.training.stages import Stage
@@ -66,20 +67,20 @@ class Start:
         moments = stage.config.moments if self._optimizer else "copy"
         self._weights, self._state = saved.delinked(stage.sharing, moments)
 
-    def fill(self, model: Decoder, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    def fill(self, model: Decoder, optimizers: Sequence[Optimizer], layout: Layout) -> list[nn.Parameter]:
         """Read the checkpoint into a model of the first stage and its optimizers, the steps that these count included.
 
         Gives the parameters that share less than they did in the file, if their state was taken.
         """
-        named = dict(model.named_parameters())
+        named = layout.named(model)
         begun = self._saved.begun(self._stage.sharing)  # these stay as they were initialised
         weights = {name: parameter.data for name, parameter in named.items() if name not in begun}
-        fill_tensors(weights, self._weights, "weights")
+        fill_tensors(weights, self._weights, "weights", layout)
         if not self._optimizer:
             return []
-        state = state_tensors(model, optimizers)
+        state = state_tensors(model, optimizers, layout)
         state = {name: value for name, value in state.items() if name.rpartition("/")[0] not in begun}
-        fill_tensors(state, self._state, "optimizer state")
+        fill_tensors(state, self._state, "optimizer state", layout)
         freed = self._saved.freed(self._stage.sharing)
         return [parameter for name, parameter in named.items() if name in freed]
 
