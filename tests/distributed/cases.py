@@ -1,56 +1,94 @@
-"""What a rank does in the proof: five steps of a layout, and what came of them."""
+"""What a rank does in the proof: a run's steps on given tokens, through all of its stages, and what came of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from collectives import Collectives
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
 from tenfold.parallel.layout import Layout
-from tenfold.parallel.mesh import Mesh, check, degrees_of
-from tenfold.parallel.pieces import local_of
-from tenfold.training.optimizers import build_optimizers
+from tenfold.parallel.mesh import Mesh
+from tenfold.sharing.delinking import delink
+from tenfold.training.optimizers import build_optimizers, materialize
+from tenfold.training.relayout import lay_out_anew
+from tenfold.training.setup import degrees_of_stages, layout_of
 from tenfold.training.stages import learning_rate, plan_stages
 from tenfold.training.step import train_step
 
+CPU = torch.device("cpu")
+
 
 def batch_of(config: RunConfig, step: int, first: int, count: int) -> torch.Tensor:
+    """Samples `first` to `first + count` of a step: random tokens."""
     generator = torch.Generator().manual_seed(100 + step)
     length, rows = config.data.sequence_length, config.model.vocab_size
     return torch.randint(0, rows, (config.training.batch_size, length + 1), generator=generator)[first : first + count]
 
 
-def steps(raw: dict[str, Any], world: int, count: int = 5) -> dict[str, Any]:
-    """Losses, gradient norms, and the weights after `count` steps of a run file's first stage."""
+def steps(raw: dict[str, Any], world: int) -> dict[str, Any]:
+    """Losses, gradient norms and statistics of a run's steps, and on rank 0 the weights after them."""
     config = build(RunConfig, raw, "run.toml")
     stages = plan_stages(config)
-    stage, training = stages[0], config.training
-    degrees = degrees_of(config.parallel, world, config.model, training.batch_size)
-    check(degrees, config.model, training.batch_size, training.micro_batch_size, [config.data.sequence_length])
-    mesh = Mesh(degrees, "cpu")
-    layout = Layout(
-        mesh, config.parallel, config.model, stage.sharing, config.data.sequence_length, torch.device("cpu")
-    )
-    model = layout.build(seed=training.seed)
-    optimizers = build_optimizers(model, config.optim, layout)
-    losses, norms, statistics = [], [], []
-    mine = stage.batch_size // degrees.data
-    for step in range(count):
-        first = mesh.data_index * mine
-        batch = batch_of(config, step, first, mine)
-        rate = learning_rate(config.optim, stages, stage, step)
-        result = train_step(
-            model, optimizers, batch, step + 1, rate, config, step * stage.batch_size + first, 1, layout
-        )
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
-        statistics.append(result.statistics)
-    weights = {}
-    named = layout.named(model)
+    degrees = degrees_of_stages(config, stages, world)
+    meshes = {each: Mesh(each, "cpu") for each in dict.fromkeys(degrees)}
+    found: dict[str, Any] = {"losses": [], "norms": [], "statistics": []}
+    layout: Layout | None = None
+    for stage, each in zip(stages, degrees, strict=True):
+        following = layout_of(config, stage.sharing, meshes[each], CPU)
+        if layout is None:
+            model = following.build(config.training.seed)
+            optimizers = build_optimizers(model, config.optim, following)
+        elif world == 1:  # the other way: in place
+            delink(model.layers, optimizers, stage.sharing, stage.config.moments, config.training.seed)
+            materialize(optimizers)
+        else:
+            model, optimizers = lay_out_anew(model, optimizers, layout, following, config, stage.config.moments)
+        layout = following
+        mine = stage.batch_size // layout.data
+        for step in range(stage.first_step, stage.last_step):
+            first = layout.mesh.data_index * mine
+            batch, rate = batch_of(config, step, first, mine), learning_rate(config.optim, stages, stage, step)
+            sample = stage.sample_at(step) + first
+            result = train_step(model, optimizers, batch, step + 1, rate, config, sample, 1, layout)
+            found["losses"].append(result.loss)
+            found["norms"].append(result.grad_norm)
+            found["statistics"].append(result.statistics)
+    assert layout is not None
+    return found | {"weights": weights_of(layout, model)}
+
+
+def weights_of(layout: Layout, model: Any) -> dict[str, torch.Tensor]:
+    """All weights by canonical name, on rank 0."""
+    layout.let_go(model)
+    named, weights = layout.named(model), {}
     for name, shape in layout.shapes.items():
         whole = layout.collect(name, named.get(name), shape, torch.float32, to=0)
         if whole is not None:
-            weights[name] = local_of(whole).detach().clone()
-    return {"losses": losses, "norms": norms, "weights": weights, "statistics": statistics}
+            weights[name] = whole.detach().clone()
+    return weights
+
+
+def many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`steps` of each of several runs."""
+    return [steps(raw, dist.get_world_size()) for raw in raws]
+
+
+def counted(raw: dict[str, Any], world: int) -> dict[str, int]:
+    """How often each kind of collective is called in the third step of a run."""
+    config = build(RunConfig, raw, "run.toml")
+    (stage,) = stages = plan_stages(config)
+    (degrees,) = degrees_of_stages(config, stages, world)
+    layout = layout_of(config, stage.sharing, Mesh(degrees, "cpu"), CPU)
+    model = layout.build(config.training.seed)
+    optimizers = build_optimizers(model, config.optim, layout)
+    mine = stage.batch_size // layout.data
+    for step in range(3):
+        with Collectives() as seen:
+            first = layout.mesh.data_index * mine
+            batch = batch_of(config, step, first, mine)
+            train_step(model, optimizers, batch, step + 1, 1e-3, config, first, 1, layout)
+    return dict(seen.counts)
