@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from collectives import Collectives
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
 from tenfold.parallel.layout import Layout
-from tenfold.parallel.mesh import Mesh
+from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.sharing.delinking import delink
 from tenfold.training.optimizers import build_optimizers, materialize
 from tenfold.training.relayout import lay_out_anew
@@ -20,6 +21,12 @@ from tenfold.training.stages import learning_rate, plan_stages
 from tenfold.training.step import train_step
 
 CPU = torch.device("cpu")
+
+
+@functools.cache
+def mesh_of(degrees: Degrees) -> Mesh:
+    """The mesh of this rank's process; opening its groups takes longer than a run."""
+    return Mesh(degrees, "cpu")
 
 
 def batch_of(config: RunConfig, step: int, first: int, count: int) -> torch.Tensor:
@@ -34,11 +41,10 @@ def steps(raw: dict[str, Any], world: int) -> dict[str, Any]:
     config = build(RunConfig, raw, "run.toml")
     stages = plan_stages(config)
     degrees = degrees_of_stages(config, stages, world)
-    meshes = {each: Mesh(each, "cpu") for each in dict.fromkeys(degrees)}
     found: dict[str, Any] = {"losses": [], "norms": [], "statistics": []}
     layout: Layout | None = None
     for stage, each in zip(stages, degrees, strict=True):
-        following = layout_of(config, stage.sharing, meshes[each], CPU)
+        following = layout_of(config, stage.sharing, mesh_of(each), CPU)
         if layout is None:
             model = following.build(config.training.seed)
             optimizers = build_optimizers(model, config.optim, following)
@@ -78,17 +84,22 @@ def many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def counted(raw: dict[str, Any], world: int) -> dict[str, int]:
-    """How often each kind of collective is called in the third step of a run."""
+    """How often each kind of collective is called in the second step of a run."""
     config = build(RunConfig, raw, "run.toml")
     (stage,) = stages = plan_stages(config)
     (degrees,) = degrees_of_stages(config, stages, world)
-    layout = layout_of(config, stage.sharing, Mesh(degrees, "cpu"), CPU)
+    layout = layout_of(config, stage.sharing, mesh_of(degrees), CPU)
     model = layout.build(config.training.seed)
     optimizers = build_optimizers(model, config.optim, layout)
     mine = stage.batch_size // layout.data
-    for step in range(3):
+    for step in range(2):
         with Collectives() as seen:
             first = layout.mesh.data_index * mine
             batch = batch_of(config, step, first, mine)
             train_step(model, optimizers, batch, step + 1, 1e-3, config, first, 1, layout)
     return dict(seen.counts)
+
+
+def count_many(raws: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """`counted` of each of several runs."""
+    return [counted(raw, dist.get_world_size()) for raw in raws]

@@ -88,11 +88,16 @@ def _shares(column: Sequence[nn.Module]) -> bool:
     return len(set(parameters)) < len(parameters)
 
 
-def begin_pass(model: Decoder, config: ParallelConfig, last: bool) -> None:
-    """Before a micro-batch, the step's last or not: whether its gradients are reduced, and weights kept after it."""
+def begin_pass(model: Decoder, config: ParallelConfig, shards: int, last: bool) -> None:
+    """Before a micro-batch, the step's last or not: whether its gradients are exchanged, and weights kept after it.
+
+    Shards get theirs from every pass, so that no rank keeps all of them, unless the weights are kept too; replicas wait
+    for the last pass.
+    """
     if isinstance(model, FSDPModule):
-        each = config.reshard != "step"
+        each = config.reshard != "step" and shards > 1
         model.set_requires_gradient_sync(each or last)
+        model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(each or last)
 
 

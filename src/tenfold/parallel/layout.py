@@ -138,7 +138,7 @@ class Layout(Rank):
         if not self.alone:
             from tenfold.parallel.data import begin_pass
 
-            begin_pass(model, self.config, last)
+            begin_pass(model, self.config, self.degrees.shard, last)
 
     def let_go(self, model: Decoder) -> None:
         """Have each data rank hold its own share of the weights alone."""

@@ -194,16 +194,19 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh | None:
-        """Ranks that use the same parameters on other tokens, (replicas, shards); None: no other does."""
-        return None if self._shards is None else self._shards["data_replicate", "shard"]
+        """Ranks that use the same parameters on other tokens, (replicas, shards) or shards; None: no other does."""
+        return None if self._shards is None else self._of_data(self._shards, "shard")
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
         """The same for the experts of an expert rank; None: no other rank has them."""
         if self._experts is None:
             return self.fsdp
-        mesh = self._experts["data_replicate", "expert_shard"]
+        mesh = self._of_data(self._experts, "expert_shard")
         return mesh if mesh.size() > 1 else None
+
+    def _of_data(self, mesh: DeviceMesh, shard: str) -> DeviceMesh:
+        return mesh["data_replicate", shard] if self.degrees.data_replicate > 1 else mesh[shard]
 
     def part(self, axis: str, places: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Of the ranks along `axis` those at `places`, if this rank is one of them: these must ask, the others need
