@@ -23,6 +23,7 @@ from tenfold.config.model import ModelConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.nn.low_rank import differences, differing
+from tenfold.nn.recompute import Recompute
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import Sharing, tie
 
@@ -35,7 +36,7 @@ def model_of(arguments: argparse.Namespace, sharing: Sharing) -> Decoder:
     config = ModelConfig(
         layers=arguments.layers, hidden=hidden, heads=hidden // 64, ffn=3 * hidden, activation="swiglu", vocab_size=256
     )
-    model = Decoder(config, LENGTH, recompute=arguments.recompute)
+    model = Decoder(config, LENGTH, recompute=Recompute("full" if arguments.recompute else "none"))
     tie(model.layers, sharing)
     initialize(model, 1)
     generator = torch.Generator().manual_seed(1)

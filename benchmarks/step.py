@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two threads": {"threads": 2},
     "one thread": {"threads": 1},
     "two threads, compiled": {"threads": 2, "flags": ["--training.compile"]},
-    "two threads, recompute": {"threads": 2, "flags": ["--training.recompute"]},
+    "two threads, recompute": {"threads": 2, "flags": ["--training.recompute", "full"]},
     "two threads, dense of the same shape": {"threads": 2, "flags": ["--model.moe.experts", "0"]},
 }
 

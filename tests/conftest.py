@@ -12,6 +12,7 @@ import torch
 from tenfold.config.model import ModelConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
+from tenfold.nn.recompute import Mode, Recompute
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing, tie
 
@@ -36,12 +37,12 @@ def tiny_decoder(tiny_config: Callable[..., ModelConfig]) -> Callable[..., Decod
         sharing: Any = "none",
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
-        recompute: bool = False,
+        recompute: Mode | Recompute = "none",
         parts: tuple[str, ...] = PARTS,
         **fields: Any,
     ) -> Decoder:
         config = tiny_config(**fields)
-        model = Decoder(config, 32, dtype, recompute)
+        model = Decoder(config, 32, dtype, Recompute(recompute) if isinstance(recompute, str) else recompute)
         tie(model.layers, Sharing(Pattern.parse(sharing, config.layers), parts))
         initialize(model, seed)
         return model.double() if dtype == torch.float64 else model

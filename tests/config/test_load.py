@@ -54,6 +54,31 @@ def test_flags_of_stages_count_from_zero(read):
     assert config.stages[1].name == "b"
 
 
+@pytest.mark.parametrize(
+    ("given", "found"), [("true", "full"), ("false", "none"), ('"selective"', "selective"), ('"full"', "full")]
+)
+def test_recompute_is_a_mode_or_true_or_false_in_files_and_flags(read, given, found):
+    assert read(f"training = {{steps = 1, recompute = {given}}}").training.recompute == found
+    config = read("", "--training.recompute", given.strip('"'))
+    assert config.training.recompute == found
+    assert build(RunConfig, tomllib.loads(dump_toml(config)), "written") == config
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ('recompute = "some"', 'training.recompute` = \'some\': expected "none", "selective" or "full"'),
+        ("recompute = 1", "training.recompute` = 1: expected"),
+        ("recompute_layers = 1", 'recompute_layers = 1 needs recompute = "selective" or "full", and it is "none"'),
+        ("recompute = true\nrecompute_layers = 99", "training.recompute_layers = 99 is more than model.layers"),
+    ],
+)
+def test_a_wrong_recompute_is_refused_with_its_path(read, given, told):
+    with pytest.raises(TenfoldError) as caught:
+        read(f"[training]\nsteps = 1\n{given}")
+    assert told in str(caught.value)
+
+
 def test_switches_are_turned_on_and_off_by_flags(read):
     assert read("training.steps = 5", "--training.compile").training.compile is True
     assert read("training = {steps = 5, compile = true}", "--training.no-compile").training.compile is False

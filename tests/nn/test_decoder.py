@@ -89,29 +89,3 @@ def test_bf16_is_for_activations_only(tiny_decoder):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     exact, _ = tiny_decoder(layers=2)(TOKENS[:, :3])
     torch.testing.assert_close(hidden.double(), exact, rtol=0.1, atol=0.1)
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_recompute_of_dense_layers_gives_the_same_gradients_to_the_last_bit(tiny_decoder, shape):
-    gradients = []
-    for recompute in (False, True):
-        model = tiny_decoder("sandwich", recompute=recompute, **SHAPES[shape])
-        model(TOKENS)[0].square().sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    plain, again = gradients
-    assert plain.keys() == again.keys()
-    assert all(torch.equal(plain[name], again[name]) for name in plain)
-
-
-def test_recompute_keeps_less_for_the_backward_pass(tiny_decoder):
-    def kept(recompute):
-        sizes = []
-        model = tiny_decoder(recompute=recompute)
-        weights = {p.data_ptr() for p in model.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (sizes.append(0 if t.data_ptr() in weights else t.numel()), t)[1], lambda t: t
-        ):
-            model(TOKENS)
-        return sum(sizes)
-
-    assert kept(True) < kept(False) / 4

@@ -37,7 +37,7 @@ def test_documents_begin_with_a_sequence_and_after_each_end() -> None:
     assert found.positions.tolist() == [[place for part in cut(row) for place in range(len(part))] for row in ROWS]
 
 
-def model_of(tiny_decoder, shape, recompute=False):
+def model_of(tiny_decoder, shape, recompute="none"):
     fields = {
         "rotary": {"positions": "rotary", "heads": 4, "kv_heads": 2, "qk_norm": True},
         "learned": {"positions": "learned", "bias": True, "norm": "layernorm"},
@@ -79,7 +79,7 @@ def check_alone(masked, plain):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-8, atol=1e-10, msg=name)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shape", ["rotary", "learned", "moe", "encoder"])
 def test_each_document_is_as_if_it_stood_alone(tiny_decoder, shape, recompute):
     check_alone(*model_of(tiny_decoder, shape, recompute))

@@ -328,18 +328,21 @@ def run_model(model, x, between=lambda: None):
 MOE = {"experts": 8, "ffn": 8, "prototypes": 2, "top_k": 2}
 
 
-@pytest.mark.parametrize("capacity", ["dropless", "k"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("fields", [{"capacity": "k"}, {"shared_experts": 1}, {"norm_position": "post"}], ids=str)
 @pytest.mark.parametrize("sharing", ["none", "all"])
-def test_recompute_gives_the_same_gradients_to_the_last_bit(tiny_decoder, capacity, sharing):
-    fields = {"moe": {**MOE, "capacity": capacity, "capacity_factor": 0.6}}
+def test_recompute_gives_the_same_gradients_to_the_last_bit(tiny_decoder, fields, sharing, mode):
+    model = {key: fields[key] for key in fields if key == "norm_position"}
+    moe = {**MOE, "capacity_factor": 0.6, **{key: fields[key] for key in fields if key not in model}}
     x = torch.arange(12).view(2, 6)
-    plain = run_model(tiny_decoder(sharing, **fields), x)
-    again = run_model(tiny_decoder(sharing, recompute=True, **fields), x)
+    plain = run_model(tiny_decoder(sharing, moe=moe, **model), x)
+    again = run_model(tiny_decoder(sharing, recompute=mode, moe=moe, **model), x)
     assert plain.keys() == again.keys()
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def test_recompute_of_ties_uses_the_experts_of_the_forward_pass(tiny_decoder):
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recompute_of_ties_uses_the_experts_of_the_forward_pass(tiny_decoder, mode):
     def tied(recompute):
         model = tiny_decoder(recompute=recompute, moe=MOE)
         for block in model.layers:
@@ -347,13 +350,14 @@ def test_recompute_of_ties_uses_the_experts_of_the_forward_pass(tiny_decoder):
         return model
 
     x = torch.arange(12).view(2, 6)
-    plain, again = run_model(tied(False), x), run_model(tied(True), x)
+    plain, again = run_model(tied("none"), x), run_model(tied(mode), x)
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_recompute_never_routes_again_even_if_the_router_would_choose_otherwise(tiny_decoder, compiled):
-    model = tiny_decoder(recompute=True, layers=1, moe={"experts": 8, "ffn": 8})
+def test_recompute_never_routes_again_even_if_the_router_would_choose_otherwise(tiny_decoder, compiled, mode):
+    model = tiny_decoder(recompute=mode, layers=1, moe={"experts": 8, "ffn": 8})
     x = torch.arange(12).view(2, 6)
     with torch.no_grad():
         _, statistics = model(x)
@@ -375,7 +379,7 @@ def test_recompute_never_routes_again_even_if_the_router_would_choose_otherwise(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_compiled_blocks_give_the_gradients_of_plain_ones(tiny_decoder, recompute):
     x = torch.arange(12).view(2, 6)
     model = tiny_decoder(recompute=recompute, layers=1, moe={**MOE, "bias_rate": 0.1, "shared_experts": 1})
@@ -385,12 +389,14 @@ def test_compiled_blocks_give_the_gradients_of_plain_ones(tiny_decoder, recomput
     torch.testing.assert_close(run_model(model, x), plain, rtol=1e-5, atol=1e-5)
 
 
-def test_with_recompute_experts_are_chosen_once_for_each_layer_and_step(tiny_decoder):
-    model = tiny_decoder(recompute=True, moe=MOE)
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_with_recompute_experts_are_chosen_once_for_each_layer_and_step(tiny_decoder, mode):
+    model = tiny_decoder(recompute=mode, moe=MOE)
     with Calls() as calls:
         run_model(model, torch.arange(12).view(2, 6))
     assert calls.counts["tenfold::choose"] == 4
-    assert calls.counts["tenfold::experts"] == 8  # the rest did run twice
+    assert calls.counts["tenfold::experts"] == (4 if mode == "selective" else 8)
+    assert calls.counts["_scaled_dot_product_flash_attention_for_cpu"] == 8  # the rest did run twice
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

@@ -17,11 +17,13 @@ from tenfold.nn.init import initialize
 from tenfold.nn.moe import Z_LOSS
 from tenfold.nn.objective import loss_sum, make_example
 from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.nn.recompute import Mode, Recompute
 from tenfold.parallel.context import SplitSequences
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing, tie
 
 LENGTH, END = 24, 7
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
@@ -108,17 +110,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(shape: str, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float64, recompute: Any = False) -> Decoder:
+def build(shape: str, ranks: Ranks = ALONE, dtype: torch.dtype = torch.float64, recompute: Mode = "none") -> Decoder:
     """A tiny model; layers 0 and 3 are one, and 1 and 2."""
     fields = {"vocab_size": 50, "layers": 4, "hidden": 16, "heads": 2, "ffn": 24, "init_std": 0.2, **SHAPES[shape]}
     config = ModelConfig(**fields)
-    model = Decoder(config, LENGTH, dtype, recompute, ranks)
+    model = Decoder(config, LENGTH, dtype, Recompute(recompute), ranks)
     tie(model.layers, Sharing(Pattern.parse("sandwich", config.layers), PARTS))
     initialize(model, 0)
     return model.double() if dtype == torch.float64 else model
 
 
-def models(dtype: torch.dtype, tolerance: float, recomputes: list[Any], shapes: list[str]) -> None:
+def models(dtype: torch.dtype, tolerance: float, recomputes: list[Mode], shapes: list[str]) -> None:
     """Hidden states, loss and gradients of whole models against the same model on one rank."""
     ranks = Ranks(ALONE.tensor, ring(), ALONE.expert)
     for shape, recompute in itertools.product(shapes, recomputes):
@@ -174,7 +176,7 @@ def operator() -> None:
 def compiled() -> None:
     """Compiled blocks, recomputed and not, give the gradients of plain ones."""
     ranks = Ranks(ALONE.tensor, ring(), ALONE.expert)
-    for recompute in (False, True):
+    for recompute in MODES:
         tokens = text(3)
         plain, fast = build("documents", ranks), build("documents", ranks, recompute=recompute)
         for block in fast.layers[:1]:

@@ -18,6 +18,7 @@ from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.loss import IGNORE, cross_entropy_sum
 from tenfold.nn.objective import Example, loss_sum, masked_example
 from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.nn.recompute import Mode, Recompute
 from tenfold.parallel.context import SplitSequences
 from tenfold.parallel.mesh import Degrees, Mesh, check
 from tenfold.parallel.splits import Split, cut, splits_of, vocabulary_of
@@ -47,7 +48,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "factorised": {"embedding_width": 6, "bias": True},
     "encoder": {**ENCODER, "worlds": (2, 4)},
     "encoder, factorised, documents": {**ENCODER, "embedding_width": 6, "document_end": 3},
-    "recompute": {"recompute": True, "worlds": (2, 4)},
+    "recompute": {"recompute": "full", "worlds": (2, 4)},
+    "selective recompute": {"recompute": "selective", "worlds": (2, 4)},
     "pseudo": {"layers": 4, "pattern": {"cycle": 2}},
     "pseudo, attention alone": {"layers": 4, "pattern": "all", "parts": ("attention",), **GPT, "worlds": (2, 4)},
     "relaxed": {"layers": 3, "pattern": "all", "rank": 2, "heads": 8, "kv_heads": 2, "worlds": (2, 4)},
@@ -67,7 +69,7 @@ def on_meta(shape: dict[str, Any], ranks: Ranks = ALONE) -> Decoder:
     sharing = Sharing(pattern, shape.get("parts", PARTS), shape.get("rank", 0), shape.get("sets", "free"))
     dtype = shape.get("dtype", torch.float64)
     with torch.device("meta"):
-        model = Decoder(config, LENGTH, dtype, shape.get("recompute", False), ranks)
+        model = Decoder(config, LENGTH, dtype, Recompute(shape.get("recompute", "none")), ranks)
     tie(model.layers, sharing)
     return model.double() if dtype == torch.float64 else model
 
@@ -195,7 +197,7 @@ def single_precision(names: list[str]) -> None:
             assert (grad - theirs).norm() < 0.05 * theirs.norm() + 0.05, (name, each)
 
 
-def counted_collectives(recompute: bool) -> list[Counter[str]]:
+def counted_collectives(recompute: Mode) -> list[Counter[str]]:
     """Calls of the layers and embedding, the loss, the backward pass, and of a pass without gradients, with logits."""
     shape = {"layers": 3, "recompute": recompute}
     world = dist.get_world_size()
@@ -289,7 +291,7 @@ def generated() -> None:
 
 def compiled() -> None:
     """Layers compiled as training does it, each in one graph, its collectives too."""
-    shape = {"dtype": torch.float32, "recompute": True, "bias": True}
+    shape = {"dtype": torch.float32, "recompute": "selective", "bias": True}
     whole = whole_model(shape)
     model, splits = split_model(shape, whole)
     for layer in model.layers:

@@ -102,16 +102,16 @@ SHAPES = ["llama", "gpt", "documents", "learned documents", "mixture", "encoder"
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_model_on_context_ranks_is_that_of_one_rank(ranks):
-    on_ranks(ranks, f"{CASES}:models", torch.float64, 1e-10, [False], SHAPES)
+    on_ranks(ranks, f"{CASES}:models", torch.float64, 1e-10, ["none"], SHAPES)
 
 
 def test_recompute_changes_nothing_on_context_ranks():
-    on_ranks(2, f"{CASES}:models", torch.float64, 1e-10, [True], ["llama", "documents", "mixture"])
+    on_ranks(2, f"{CASES}:models", torch.float64, 1e-10, ["selective", "full"], ["llama", "documents", "mixture"])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
 def test_a_model_of_narrow_numbers_on_context_ranks_is_near(dtype, tolerance):
-    on_ranks(2, f"{CASES}:models", dtype, tolerance, [False], ["llama", "learned documents"])
+    on_ranks(2, f"{CASES}:models", dtype, tolerance, ["none"], ["llama", "learned documents"])
 
 
 def test_the_operator_keeps_what_pytorch_asks_of_one():

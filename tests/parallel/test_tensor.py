@@ -31,12 +31,12 @@ def test_fp32_and_bf16_are_as_close_as_they_can_be():
     on_ranks(2, "parallel.cases_tensor:single_precision", names)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_gathers_twice_and_scatters_twice_each_way_and_no_logits_are_gathered(recompute):
     layers, chunks = 3, -(-3 * 24 // 7)
     gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
     again = (
-        {gather: 2 * layers, scatter: layers} if recompute else {}
+        {gather: 2 * layers, scatter: layers} if recompute != "none" else {}
     )  # what follows the last kept tensor is not redone
     for forward, loss, backward, without in on_ranks(2, "parallel.cases_tensor:counted_collectives", recompute):
         assert forward == {gather: 2 * layers, scatter: 2 * layers + 1}  # and the embedding's

@@ -14,6 +14,7 @@ from tenfold.nn.decoder import Decoder
 from tenfold.nn.grouped import feed_forward_rows
 from tenfold.nn.init import initialize
 from tenfold.nn.loss import cross_entropy_sum
+from tenfold.nn.recompute import Mode, Recompute
 from tenfold.reporting.metrics import read_metrics
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import Sharing, tie
@@ -25,13 +26,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("sharing", ["all", "none"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_loss_and_gradients_equal_those_on_the_cpu(sharing: str, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_loss_and_gradients_equal_those_on_the_cpu(sharing: str, recompute: Mode) -> None:
     found = []
     for device in ("cpu", "cuda"):
         moe = {"experts": 4, "prototypes": 2, "balance_loss": 0.01}
         config = ModelConfig(layers=4, hidden=32, heads=2, ffn=64, vocab_size=100, qk_norm=True, moe=moe)
-        model = Decoder(config, 32, torch.float32, recompute)
+        model = Decoder(config, 32, torch.float32, Recompute(recompute))
         tie(model.layers, Sharing(Pattern.parse(sharing, 4)))
         initialize(model, 1)
         model.to(device)

@@ -115,7 +115,11 @@ def test_recompute_and_micro_batches_change_nothing_where_experts_share(
     run_file: Callable[..., Path], tmp_path: Path, chain: str
 ) -> None:
     file = run_file(model=MOE, stages=CHAINS[chain])
-    for name, flags in (("a", []), ("b", ["--training.recompute"]), ("c", ["--training.micro_batch_size", "2"])):
+    for name, flags in (
+        ("a", []),
+        ("b", ["--training.recompute", "full"]),
+        ("c", ["--training.micro_batch_size", "2"]),
+    ):
         main(["train", str(file), "--out", str(tmp_path / name), *flags])
     losses = {name: [event["loss"] for event in of_kind(tmp_path / name, "step")] for name in "abc"}
     assert losses["a"] == losses["b"]

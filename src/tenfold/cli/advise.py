@@ -168,7 +168,7 @@ def _timed(
             raise
         raise TenfoldError(
             f"out of memory while {stage.name} was timed: {str(error).splitlines()[0]}. Set a smaller "
-            "training.micro_batch_size, or training.recompute = true"
+            'training.micro_batch_size, or training.recompute = "selective" or "full"'
         ) from None
     reached = candidate.flops_per_token / timing.seconds_per_token / rate
     return dataclasses.replace(candidate, timing=timing, rate_share=reached)

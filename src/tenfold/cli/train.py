@@ -225,7 +225,7 @@ def _told(error: Exception, run: Run) -> Exception:
         return error
     return TenfoldError(
         f"out of memory after step {run.place.step}: {str(error).splitlines()[0]}. Set a smaller "
-        "training.micro_batch_size, or training.recompute = true, in a new --out"
+        'training.micro_batch_size, or training.recompute = "selective" or "full", in a new --out'
     )
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from tenfold.config.base import Section
 from tenfold.config.model import ModelConfig
 from tenfold.config.parallel import ParallelConfig
-from tenfold.config.units import Count, Degrees, Lengths, OptionalCount, Share, Sharing, Until, Weights
+from tenfold.config.units import Count, Degrees, Lengths, OptionalCount, Recompute, Share, Sharing, Until, Weights
 
 Part = Literal["attention", "ffn", "experts", "router", "norms"]
 
@@ -87,7 +87,14 @@ class TrainingConfig(Section):
         description="Arithmetic of the layers (masters are fp32); auto: bf16 where the machine multiplies it faster.",
     )
     compile: bool = Field(False, description="torch.compile every layer: slow first step, faster ones after.")
-    recompute: bool = Field(False, description="Keep only each layer's input for backward and compute the rest again.")
+    recompute: Recompute = Field(
+        "none",
+        description="What a layer makes again in the backward pass instead of keeping it: none; selective (all but the "
+        "results of matrix products); or full (all but its input). true is full.",
+    )
+    recompute_layers: int | None = Field(
+        None, gt=0, description="How many of the layers recompute, spread evenly over the depth; unset: all."
+    )
     loss_chunk: int = Field(512, gt=0, description="Tokens whose logits exist at once in the loss.")
     log_every: int = Field(10, gt=0, description="Steps between lines of metrics.")
     validate_every: int = Field(0, ge=0, description="Steps between validations; 0 is at stage ends only.")
@@ -98,6 +105,10 @@ class TrainingConfig(Section):
     def _check(self) -> TrainingConfig:
         if (self.tokens is None) == (self.steps is None):
             raise ValueError("give either training.tokens or training.steps, one of the two")
+        if self.recompute_layers and self.recompute == "none":
+            raise ValueError(
+                f'recompute_layers = {self.recompute_layers} needs recompute = "selective" or "full", and it is "none"'
+            )
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size = {self.batch_size} is not a multiple of micro_batch_size = {self.micro_batch_size}"
@@ -281,6 +292,11 @@ class RunConfig(Section):
                     f"stages.{number}.until: auto = returns tells signal from noise by two halves of a batch, and the "
                     "batch_size is 1; raise it"
                 )
+        if (self.training.recompute_layers or 0) > self.model.layers:
+            raise ValueError(
+                f"training.recompute_layers = {self.training.recompute_layers} is more than model.layers = "
+                f"{self.model.layers}; leave it out to recompute all of them"
+            )
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages need different names; these are {', '.join(names)}")

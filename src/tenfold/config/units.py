@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator
 from tyro.constructors import PrimitiveConstructorSpec
@@ -305,4 +305,20 @@ Lengths = Annotated[
     int | dict[str, float | int] | None,
     BeforeValidator(lambda value: None if value is None else parse_lengths(value)),
     _flag(lambda text: None if text == "None" else parse_lengths(text), "N|from=64,over=50%", _show_pairs),
+]
+
+
+def parse_recompute(value: Any) -> str:
+    """What layers make again in the backward pass; true and false are "full" and "none"."""
+    named: dict[Any, str] = {True: "full", "true": "full", False: "none", "false": "none"}
+    mode = named.get(value, value) if isinstance(value, bool | str) else value
+    if mode in ("none", "selective", "full"):
+        return str(mode)
+    raise ValueError('expected "none", "selective" or "full" (or true, which is "full")')
+
+
+Recompute = Annotated[
+    Literal["none", "selective", "full"],
+    BeforeValidator(parse_recompute),
+    _flag(parse_recompute, "none|selective|full"),
 ]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tenfold.config.model import ModelConfig
 from tenfold.nn.attend import Context
@@ -17,15 +14,13 @@ from tenfold.nn.documents import documents_of
 from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.moe import FeedForward, MixtureOfExperts
 from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.nn.recompute import KEEP_ALL, Mode, Recompute, recomputed
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, with norms.
+    """One layer: attention and feed-forward, with norms. `recompute` tells what is kept for its backward pass."""
 
-    With `recompute` only the layer's input is kept for the backward pass, and the routing decision: it is made once.
-    """
-
-    def __init__(self, config: ModelConfig, recompute: bool = False, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: ModelConfig, recompute: Mode = "none", ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.recompute = recompute
         self.post_norm = config.norm_position == "post"
@@ -37,15 +32,8 @@ class Block(nn.Module):
 
     def forward(self, x_BTD: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """The layer's output, and its statistics (see `nn.moe`; empty for a dense layer)."""
-        if self.recompute and torch.is_grad_enabled():
-            # The compiler keeps the decision by a rule on the operator that makes it. Without it that rule would have
-            # to look at every operation: there a list, passed to both runs, is filled by the first.
-            compiling = torch.compiler.is_compiling()
-            keep: dict[str, Any] = {"context_fn": _keep_routing} if compiling else {}
-            decision: list[Tensor] | None = None if compiling else []
-            out: tuple[Tensor, Tensor] = checkpoint(
-                self._compute, x_BTD, context, decision, use_reentrant=False, **keep
-            )
+        if self.recompute != "none" and torch.is_grad_enabled():
+            out: tuple[Tensor, Tensor] = recomputed(self.recompute, self.post_norm, self._compute, x_BTD, context)
             return out
         return self._compute(x_BTD, context)
 
@@ -63,15 +51,6 @@ class Block(nn.Module):
             y_BTD, statistics = self.ffn(x_BTD, decision)
             return y_BTD, statistics
         return self.ffn(x_BTD), x_BTD.new_empty(0, dtype=torch.float32)
-
-
-def _policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = operation is torch.ops.tenfold.choose.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _keep_routing() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
 
 
 class Transform(nn.Module):
@@ -102,7 +81,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         max_positions: int,
         dtype: torch.dtype = torch.float32,
-        recompute: bool = False,
+        recompute: Recompute = KEEP_ALL,
         ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
@@ -118,7 +97,9 @@ class Decoder(nn.Module):
         self.positions = nn.Embedding(self.max_positions, columns) if learned else None
         self.embedding_norm = Norm(config, columns) if config.embedding_norm else None
         self.projection = Linear(columns, config.hidden, bias=config.bias) if factorised else None
-        self.layers = nn.ModuleList(Block(config, recompute, ranks) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            Block(config, recompute.of(layer, config.layers), ranks) for layer in range(config.layers)
+        )
         self.norm = None if post_norm else Norm(config, config.hidden)
         self.transform = Transform(config) if masked or factorised else None
         self.head = None if config.tie_embeddings else Linear(columns, config.padded_vocab(), bias=False)

@@ -244,6 +244,9 @@ def _backward(
     return grad_x, grad_gates, grad_gate, grad_up, grad_down
 
 
+EXPERTS = torch.ops.tenfold.experts.default
+
+
 @_forward.register_fake
 def _(
     x_RD: Tensor, gates_R: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, rows_E: Tensor

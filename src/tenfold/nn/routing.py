@@ -15,13 +15,16 @@ from torch import Tensor
 def choose(scores_NZP: Tensor, top_k: int) -> Tensor:
     """The experts of the highest scores in each prototype, counted over the whole layer, int64 [N, C].
 
-    An operator of its own: it is what recomputation keeps (see `nn.decoder`). One expert is found by a maximum, which
+    An operator of its own: it is what recomputation keeps (see `nn.recompute`). One expert is found by a maximum, which
     takes a fraction of the time of a partial sort.
     """
     prototypes, size = scores_NZP.shape[1:]
     best = scores_NZP.argmax(-1, keepdim=True) if top_k == 1 else scores_NZP.topk(top_k, dim=-1).indices
     first_Z = torch.arange(0, prototypes * size, size, device=scores_NZP.device)
     return (best + first_Z[:, None]).flatten(1)
+
+
+CHOOSE = torch.ops.tenfold.choose.default
 
 
 @choose.register_fake

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tenfold.nn.attend import Context
 from tenfold.nn.ranks import ContextRanks
+from tenfold.nn.recompute import KEPT
 from tenfold.parallel.blocks import attend_block, attend_block_backward
 from tenfold.parallel.zigzag import Part, own_chunks, parts_of, parts_within
 
@@ -86,6 +87,9 @@ def _ring_attention(
         if passing is not None:
             block = passing.wait()
     return out.to(q_BHTW.dtype), lse
+
+
+KEPT.add(torch.ops.tenfold.ring_attention.default)  # made again it would go round the ring again
 
 
 @torch.library.custom_op("tenfold::ring_attention_backward", mutates_args=())

@@ -19,6 +19,7 @@ from tenfold.config.parallel import ParallelConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.nn.recompute import KEEP_ALL, Recompute
 from tenfold.parallel.context import SplitSequences
 from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
@@ -43,7 +44,7 @@ class Layout(Rank):
         positions: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        recompute: bool = False,
+        recompute: Recompute = KEEP_ALL,
     ) -> None:
         self.mesh, self.config, self.model_config, self.sharing = mesh, config, model, sharing
         self.device, self.alone, self.number = device, mesh.degrees.ranks == 1, mesh.rank

@@ -21,6 +21,7 @@ from tenfold.hardware.device import matrix_rate
 from tenfold.hardware.memory import memory_limit_bytes
 from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.recompute import Recompute
 from tenfold.parallel.layout import Layout
 from tenfold.parallel.mesh import Degrees, Mesh, check, degrees_of
 from tenfold.reporting.format import format_bytes
@@ -137,7 +138,7 @@ def layout_of(config: RunConfig, sharing: Sharing, mesh: Mesh, device: torch.dev
         config.data.sequence_length,
         device,
         DTYPES[training.precision],
-        training.recompute,
+        Recompute(training.recompute, training.recompute_layers),
     )
 
 
@@ -169,7 +170,12 @@ def shape_of(config: RunConfig, sharing: Sharing) -> Decoder:
     """The model of a resolved configuration on the meta device."""
     training = config.training
     with torch.device("meta"):
-        model = Decoder(config.model, config.data.sequence_length, DTYPES[training.precision], training.recompute)
+        model = Decoder(
+            config.model,
+            config.data.sequence_length,
+            DTYPES[training.precision],
+            Recompute(training.recompute, training.recompute_layers),
+        )
     tie(model.layers, sharing)
     return model
 
