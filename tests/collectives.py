@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,4 +29,8 @@ class Collectives(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and name != "wait_tensor":
             tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             self.calls.append((name, max((each.numel() for each in tensors), default=0)))
+        operator = OPDEFS.get(func._schema.name)
+        if operator is not None:  # one of our own: what it calls is to be seen too
+            with self:
+                return operator._init_fn(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

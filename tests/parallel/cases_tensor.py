@@ -20,6 +20,7 @@ from tenfold.nn.objective import Example, loss_sum, masked_example
 from tenfold.nn.ranks import ALONE, Ranks
 from tenfold.nn.recompute import Mode, Recompute
 from tenfold.parallel.context import SplitSequences
+from tenfold.parallel.grid import tensor_ranks
 from tenfold.parallel.mesh import Degrees, Mesh, check
 from tenfold.parallel.splits import Split, cut, splits_of, vocabulary_of
 from tenfold.parallel.tensor import TensorGroup
@@ -33,7 +34,7 @@ BIASED = {"bias": True, "norm": "layernorm"}
 GPT = {"positions": "learned", "activation": "gelu", **BIASED}
 ENCODER = {"objective": "masked", "mask_token": 33, "norm_position": "post", "embedding_norm": True, **GPT}
 SHARED = {"experts": 6, "prototypes": 2, "ffn": 7, "shared_experts": 1}
-BATCH, LENGTH, CHUNK = 3, 24, 7
+BATCH, LENGTH, CHUNK = 4, 24, 7
 
 # Of the model; "pattern", "parts", "rank" and "sets" are of the sharing, "recompute" and "worlds" (all) of the test.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -85,28 +86,24 @@ def whole_model(shape: dict[str, Any], seed: int = 0) -> Decoder:
 
 
 @functools.cache
-def mesh_of(context: int = 1) -> Mesh:
+def mesh_of(context: int = 1, grid: bool = False) -> Mesh:
     """All ranks but for these of the context are tensor ranks."""
-    return Mesh(Degrees(tensor=dist.get_world_size() // context, context=context), "cpu")
+    return Mesh(Degrees(tensor=dist.get_world_size() // context, context=context, grid=grid), "cpu")
 
 
-def split_model(
-    shape: dict[str, Any], whole: nn.Module | None = None, context: int = 1
-) -> tuple[Decoder, dict[str, Split]]:
-    """This rank's part, with the weights of `whole`; and what it holds."""
-    config, mesh = configured(shape), mesh_of(context)
-    size, place = mesh.degrees.tensor, mesh.place["tensor"]
-    check(mesh.degrees, config, 1, 1, [LENGTH])
-    sequences = SplitSequences(mesh.group("context")) if context > 1 else ALONE.context
-    ranks = Ranks(TensorGroup(mesh.group("tensor"), size, place, config), sequences, ALONE.expert)
+def split_model(shape: dict[str, Any], whole: nn.Module, **layout: Any) -> tuple[Decoder, dict[str, Split]]:
+    """This rank's part, with the weights of `whole`, in a `layout` of `mesh_of`; and what it holds."""
+    config, mesh = configured(shape), mesh_of(**layout)
+    check(mesh.degrees, config, BATCH, BATCH, [LENGTH])
+    sequences = SplitSequences(mesh.group("context")) if mesh.degrees.context > 1 else ALONE.context
+    ranks = Ranks(tensor_ranks(mesh, config), sequences, ALONE.expert)
     model = on_meta(shape, ranks)
-    splits = splits_of(model, config, mesh.degrees, place, 0)
+    splits = splits_of(model, config, mesh.degrees, mesh.place["tensor"], 0)
     cut(model, splits)
     materialize(model, torch.device("cpu"))
-    if whole is not None:
-        of_whole = dict(whole.named_parameters())
-        for name, parameter in model.named_parameters():
-            parameter.data.copy_(splits[name].take(of_whole[name].data))
+    of_whole = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(splits[name].take(of_whole[name].data))
     return model, splits
 
 
@@ -140,18 +137,18 @@ def summed_gradients(model: nn.Module, splits: dict[str, Split], context: int = 
     return out
 
 
-def equal_to_one_rank(names: list[str], context: int = 1) -> None:
+def equal_to_one_rank(names: list[str], layout: dict[str, Any]) -> None:
     """Loss, every gradient, hidden states and logits without gradients."""
     for name in names:
         try:
-            _compare(SHAPES[name], 1e-10, context)
+            _compare(SHAPES[name], 1e-10, **layout)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
 
 
-def _compare(shape: dict[str, Any], tolerance: float, context: int = 1) -> None:
+def _compare(shape: dict[str, Any], tolerance: float, **layout: Any) -> None:
     whole = whole_model(shape)
-    model, splits = split_model(shape, whole, context)
+    model, splits = split_model(shape, whole, **layout)
     example = example_of(whole.config)
     expected, loss = loss_of(whole, example), loss_of(model, example)
     expected.backward()
@@ -161,7 +158,7 @@ def _compare(shape: dict[str, Any], tolerance: float, context: int = 1) -> None:
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(total, expected.detach(), **close)
     of_whole = dict(whole.named_parameters())
-    grads = summed_gradients(model, splits, context)
+    grads = summed_gradients(model, splits, layout.get("context", 1))
     assert grads.keys() == of_whole.keys()
     for each, grad in grads.items():
         theirs = of_whole[each].grad
@@ -180,13 +177,13 @@ def _compare(shape: dict[str, Any], tolerance: float, context: int = 1) -> None:
         torch.testing.assert_close(loss_of(model, example), expected.detach(), **close)
 
 
-def single_precision(names: list[str]) -> None:
+def single_precision(names: list[str], **layout: Any) -> None:
     """In fp32 as on one rank; in bf16 within what rounding does."""
     for name in names:
-        _compare({**SHAPES[name], "dtype": torch.float32}, 2e-5)
+        _compare({**SHAPES[name], "dtype": torch.float32}, 2e-5, **layout)
         shape = {**SHAPES[name], "dtype": torch.bfloat16}
         whole = whole_model(shape)
-        model, splits = split_model(shape, whole)
+        model, splits = split_model(shape, whole, **layout)
         example = example_of(whole.config)
         loss_of(whole, example).backward()
         loss_of(model, example).backward()

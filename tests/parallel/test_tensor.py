@@ -13,7 +13,7 @@ from tenfold.hardware.compiler import missing_for_compile
 def test_loss_and_every_gradient_are_those_of_one_rank(world):
     names = [name for name, shape in SHAPES.items() if world in shape.get("worlds", (2, 3, 4))]
     assert len(names) >= 8
-    on_ranks(world, "parallel.cases_tensor:equal_to_one_rank", names)
+    on_ranks(world, "parallel.cases_tensor:equal_to_one_rank", names, {})
 
 
 def test_with_context_ranks_too():
@@ -23,7 +23,7 @@ def test_with_context_ranks_too():
         "encoder, factorised, documents",
         "pseudo",
     ]
-    on_ranks(4, "parallel.cases_tensor:equal_to_one_rank", names, 2)
+    on_ranks(4, "parallel.cases_tensor:equal_to_one_rank", names, {"context": 2})
 
 
 def test_fp32_and_bf16_are_as_close_as_they_can_be():
@@ -33,7 +33,7 @@ def test_fp32_and_bf16_are_as_close_as_they_can_be():
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_gathers_twice_and_scatters_twice_each_way_and_no_logits_are_gathered(recompute):
-    layers, chunks = 3, -(-3 * 24 // 7)
+    layers, chunks = 3, -(-4 * 24 // 7)
     gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
     again = (
         {gather: 2 * layers, scatter: layers} if recompute != "none" else {}

@@ -46,8 +46,8 @@ class Attention(nn.Module):
         x_BTD = self.ranks.tensor.gather(x_BTD)
         batch, positions, _ = x_BTD.shape
         q, k, v = (
-            project(x_BTD).view(batch, positions, -1, self.width).transpose(1, 2)
-            for project in (self.wq, self.wk, self.wv)
+            self.ranks.tensor.expand(linear, x_BTD).view(batch, positions, -1, self.width).transpose(1, 2)
+            for linear in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -111,13 +111,12 @@ class Decoder(nn.Module):
         With `cache` the tokens go on from those that it holds, and are held from then on. Where ranks split sequences
         all of them are given whole ones, and each gets the hidden states of its own positions.
         """
-        length, positions_BT, starts = tokens_BT.shape[1], None, None
+        ranks, length, positions_BT, starts = self.ranks, tokens_BT.shape[1], None, None
         caches = () if cache is None else cache.begin(tokens_BT)
         if caches:
             length, positions_BT = caches[0].end, caches[0].positions
         elif self.config.document_end is not None:
-            starts, positions_BT = documents_of(tokens_BT, self.config.document_end)
-        ranks = self.ranks
+            starts, positions_BT = documents_of(ranks.tensor.sequences(tokens_BT), self.config.document_end)
         if ranks.split and ranks.context.size > 1:
             if positions_BT is None:
                 positions_BT = torch.arange(length, device=tokens_BT.device)[None]
@@ -152,7 +151,7 @@ class Decoder(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """The matrix from `before_output` to logits, fp32 [padded vocabulary, D, or the embedding's width]."""
-        return self.embedding.weight if self.head is None else self.head.weight
+        return self.ranks.tensor.columns(self.embedding.weight if self.head is None else self.head.weight)
 
     def before_output(self, hidden: Tensor) -> Tensor:
         """What the output matrix multiplies, of final hidden states [..., D]: themselves, or their transform."""

@@ -43,10 +43,11 @@ class FeedForward(nn.Module):
         self.down = Linear(width, config.hidden, bias=config.bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = self.ranks.tensor.gather(x_BTD)
-        up = self.up(x_BTD)
-        inner = F.gelu(up) if self.gate is None else F.silu(self.gate(x_BTD)) * up
-        return self.ranks.tensor.project(self.down, inner)
+        ranks = self.ranks.tensor
+        x_BTD = ranks.gather(x_BTD)
+        up = ranks.expand(self.up, x_BTD)
+        inner = F.gelu(up) if self.gate is None else F.silu(ranks.expand(self.gate, x_BTD)) * up
+        return ranks.project(self.down, inner)
 
 
 class Experts(nn.Module):

@@ -107,7 +107,7 @@ def loss_sum(model: Decoder, hidden: Tensor, example: Example, chunk: int) -> Te
     ranks, targets, counted = model.ranks, example.targets, None
     if ranks.split:
         inner = ranks.tensor.gather(model.before_output(hidden))
-        targets = ranks.context.own(_at_all_places(example))
+        targets = ranks.tensor.sequences(ranks.context.own(_at_all_places(example)))
         counted = ranks.tensor.mine(targets)
         if example.places is not None:
             predicted = targets != IGNORE

@@ -40,6 +40,10 @@ class TensorRanks:
     first_row = 0
     """The first row of the embedding and the output matrix that this rank holds."""
 
+    def sequences(self, x_BT: Tensor) -> Tensor:
+        """Those of a batch's sequences (dimension 0) that this rank has positions of."""
+        return x_BT
+
     def gather(self, x_BSD: Tensor) -> Tensor:
         """All T positions, from each rank's own."""
         return x_BSD
@@ -51,6 +55,11 @@ class TensorRanks:
     def mine(self, x_BT: Tensor) -> Tensor:
         """Which of the positions are this rank's, bool [B, T]."""
         return torch.ones_like(x_BT, dtype=torch.bool)
+
+    def expand(self, linear: Linear, x_BTD: Tensor) -> Tensor:
+        """`linear` to an inner dimension that the ranks split: this rank's part of it, [B, T, I]."""
+        out: Tensor = linear(x_BTD)
+        return out
 
     def project(self, linear: Linear, x_BTI: Tensor) -> Tensor:
         """`linear` of an inner dimension that the ranks split; of the sum, this rank's positions [B, S, D]."""
@@ -64,6 +73,10 @@ class TensorRanks:
     def embed(self, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
         """Rows of the embedding for this rank's positions, [B, S, D]."""
         return F.embedding(tokens_BT, weight_VD)
+
+    def columns(self, weight_VD: Tensor) -> Tensor:
+        """All columns of this rank's rows of the output matrix."""
+        return weight_VD
 
     def add(self, x: Tensor) -> Tensor:
         """The sum over the ranks. For statistics and inside of operators: no gradient passes."""

@@ -6,6 +6,8 @@ like say what the gradient of each is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # defines the operators and their fake versions
@@ -29,6 +31,30 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_reduce(x: Tensor, group: dist.ProcessGroup, operation: str = "sum") -> Tensor:
     """The sum ("sum") or maximum ("max") over the ranks."""
     out: Tensor = _ops.all_reduce(x.contiguous(), operation, group.group_name)
+    return _wait(out)
+
+
+def broadcasts(x: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
+    """Every rank's `x`, all of one shape, one after another; each is on its way while that before is used."""
+    x = x.contiguous()
+
+    def start(source: int) -> Tensor:
+        given = x if source == group.rank() else torch.empty_like(x)
+        out: Tensor = _ops.broadcast(given, source, group.group_name)
+        return out
+
+    coming = start(0)
+    for source in range(group.size()):
+        here = coming
+        if source + 1 < group.size():
+            coming = start(source + 1)
+        yield _wait(here)
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x[r]` [ranks, ...] goes to rank r, and what rank r sent here comes to stand in its place."""
+    ones = [1] * group.size()
+    out: Tensor = _ops.all_to_all_single(x.contiguous(), ones, ones, group.group_name)
     return _wait(out)
 
 

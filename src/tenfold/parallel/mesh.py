@@ -7,8 +7,10 @@ exchange most stand nearest to each other. The expert axis is the inner part of 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,6 +31,18 @@ class Degrees:
     context: int = 1
     pipeline: int = 1
     expert: int = 1
+    grid: bool = False
+    """Whether the tensor ranks are a square, of `rows` x `columns`, and split both dimensions of a matrix."""
+
+    @property
+    def columns(self) -> int:
+        """Ranks that split heads, inner widths and the vocabulary."""
+        return math.isqrt(self.tensor) if self.grid else self.tensor
+
+    @property
+    def rows(self) -> int:
+        """Ranks that split the hidden width of weights, and the sequences of a batch."""
+        return self.tensor // self.columns
 
     @property
     def ranks(self) -> int:
@@ -47,6 +61,7 @@ class Degrees:
 
     def __str__(self) -> str:
         told = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        told = [f"{each} (a grid)" if self.grid and each.startswith("tensor") else each for each in told]
         return " x ".join(told) or "one rank"
 
 
@@ -81,7 +96,7 @@ def choose(degrees: Degrees, open_axes: list[str], rest: int, model: ModelConfig
         nonlocal degrees, rest
         if axis in open_axes:
             degree = max(each for each in range(1, rest + 1) if rest % each == 0 and most % each == 0)
-            degrees, rest = replace(degrees, **{axis: degree}), rest // degree
+            degrees, rest = _with(degrees, axis, degree), rest // degree
 
     samples = batch_size // degrees.data if batch_size % degrees.data == 0 else 1
     give("data_shard", samples)
@@ -91,10 +106,15 @@ def choose(degrees: Degrees, open_axes: list[str], rest: int, model: ModelConfig
     give("context", rest)
     if rest > 1:  # nothing divides it: told by `check`
         axis = next(axis for axis in open_axes if axis != "expert")
-        degrees = replace(degrees, **{axis: getattr(degrees, axis) * rest})
+        degrees = _with(degrees, axis, getattr(degrees, axis) * rest)
     if "expert" in open_axes and model.moe.experts:
         degrees = replace(degrees, expert=math.gcd(degrees.shard, model.moe.experts // model.moe.prototypes))
     return degrees
+
+
+def _with(degrees: Degrees, axis: str, degree: int) -> Degrees:
+    changed: dict[str, Any] = {axis: degree}
+    return replace(degrees, **changed)
 
 
 def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_size: int, lengths: list[int]) -> None:
@@ -102,8 +122,9 @@ def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_siz
     data, tensor, context = degrees.data, degrees.tensor, degrees.context
     moe = model.moe
 
-    def fail(key: str, degree: int, why: str) -> None:
-        raise TenfoldError(f"parallel.{key} = {degree} {why} (the layout is {degrees}, {degrees.ranks} ranks)")
+    def fail(key: str, degree: int | bool, why: str) -> None:
+        told = str(degree).lower() if isinstance(degree, bool) else degree
+        raise TenfoldError(f"parallel.{key} = {told} {why} (the layout is {degrees}, {degrees.ranks} ranks)")
 
     if batch_size % data:
         keys = f"data_replicate = {degrees.data_replicate} and data_shard = {degrees.data_shard}"
@@ -125,9 +146,12 @@ def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_siz
             f"does not divide the {moe.experts // moe.prototypes} experts of a prototype (model.moe.experts = "
             f"{moe.experts}, prototypes = {moe.prototypes})",
         )
-    if tensor > 1 and model.heads < tensor:
+    if degrees.grid:
+        _check_grid(degrees, model, micro_batch_size or batch_size // data, fail)
+    columns = degrees.columns
+    if tensor > 1 and model.heads < columns:
         fail("tensor", tensor, f"is more than model.heads = {model.heads}")
-    if tensor > model.key_heads and (tensor % model.key_heads or model.heads % tensor):
+    if columns > model.key_heads and (columns % model.key_heads or model.heads % columns):
         fail(
             "tensor",
             tensor,
@@ -136,14 +160,33 @@ def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_siz
         )
     inner = ("model.moe.ffn", model.expert_ffn) if moe.experts else ("model.ffn", model.ffn)
     for key, width in (inner, ("the rows of the vocabulary", model.padded_vocab() if model.vocab_size else tensor)):
-        if width < tensor:
+        if width < columns:
             fail("tensor", tensor, f"is more than {key} = {width}")
     if degrees.pipeline > model.layers:
         fail("pipeline", degrees.pipeline, f"is more than model.layers = {model.layers}")
     for length in lengths:
-        if length % (tensor * (2 * context if context > 1 else 1)):
-            parts = f"tensor = {tensor} runs" if context == 1 else f"2 x context x tensor = {2 * context * tensor} runs"
+        if length % (columns * (2 * context if context > 1 else 1)):
+            runs = columns if context == 1 else 2 * context * columns
+            parts = f"{'tensor' if context == 1 else '2 x context x tensor'} = {runs} runs"
             raise TenfoldError(f"parallel: sequences of {length} tokens do not divide into {parts} of equal length")
+
+
+def _check_grid(degrees: Degrees, model: ModelConfig, micro_batch_size: int, fail: Callable[..., None]) -> None:
+    """The part of `check` for tensor ranks in a grid."""
+    tensor, rows = degrees.tensor, degrees.rows
+    if tensor != rows**2 or tensor == 1:
+        fail("tensor", tensor, "makes no grid (parallel.tensor_grid = true): take 4, 9, 16 or another square")
+    if model.moe.experts:
+        fail("tensor_grid", True, f"is for dense models, and model.moe.experts = {model.moe.experts}; set it to false")
+    if degrees.pipeline > 1:
+        fail("tensor_grid", True, f"does not go with pipeline = {degrees.pipeline}; set one of them to false or 1")
+    for key, width in {"hidden": model.hidden, "embedding_width": model.embedding_columns}.items():
+        if width % rows:
+            fail("tensor", tensor, f"is {rows} rows of a grid, which do not divide model.{key} = {width}")
+    if micro_batch_size % rows:
+        fail(
+            "tensor", tensor, f"is {rows} rows of a grid, which do not divide the {micro_batch_size} samples of a pass"
+        )
 
 
 class Mesh:

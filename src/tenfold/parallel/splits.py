@@ -6,7 +6,6 @@ its canonical name and its whole shape in checkpoints, and initial weights are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,49 +98,52 @@ def split_of(
     name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int
 ) -> Split:
     """The same for one parameter of that name and whole shape, or a tensor of its optimizer state."""
-    if not shape:
-        return Split((), (), tensor_copies=tuple(range(degrees.tensor)))
+    held, by_expert = _held(name, shape, config, degrees, tensor, expert)
+    everyone = range(degrees.tensor)
+    copies = (other for other in everyone if held == _held(name, shape, config, degrees, other, expert)[0])
+    return Split(shape, held, by_expert, tuple(copies))
+
+
+def _held(
+    name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int
+) -> tuple[tuple[Ranges, ...], bool]:
+    """The indices that a rank holds of every dimension, and whether expert ranks hold different ones."""
     held: list[Ranges] = [(range(size),) for size in shape]
-    stem = name.removesuffix(LEFT).removesuffix(RIGHT)
-    kind, module, leaf = _kind(stem)
-    of_heads, of_keys = heads_of(config, degrees.tensor, tensor)
-    width = config.head_width
+    kind, module, leaf = _kind(name.removesuffix(LEFT).removesuffix(RIGHT))
+    row, column = divmod(tensor, degrees.columns)
+    of_heads, of_keys = heads_of(config, degrees.columns, column)
+    by_expert = False
 
     def scaled(heads: range) -> Ranges:
-        return (range(heads.start * width, heads.stop * width),)
+        return (range(heads.start * config.head_width, heads.stop * config.head_width),)
 
-    copies: Sequence[int] = range(degrees.tensor)
-    by_expert = False
-    dim = -1
-    ranges: Ranges = ()
+    def share(dim: int) -> Ranges:
+        return (share_of(shape[dim], degrees.columns, column),) if dim < len(shape) else ()
+
+    parts: dict[int, Ranges] = {}  # by dimension
+    block = None  # the dimension that the rows of a grid split
     if kind == "vocabulary":
-        dim, ranges = 0, (vocabulary_of(config, degrees.tensor, tensor),)
-    elif module == "wq":
-        dim, ranges = 0, scaled(of_heads)
-    elif module in ("wk", "wv"):
-        dim, ranges = 0, scaled(of_keys)
+        parts, block = {0: share(0)}, 1
+    elif module in ("wq", "wk", "wv"):
+        parts, block = {0: scaled(of_heads if module == "wq" else of_keys)}, 1
     elif module == "wo" and leaf == "weight":
-        dim, ranges = 1, scaled(of_heads)
-    elif kind == "ffn" and (module in ("gate", "up") or leaf == "weight"):
-        total = shape[0] if module in ("gate", "up") else shape[1]
-        dim, ranges = (0 if module in ("gate", "up") else 1), (share_of(total, degrees.tensor, tensor),)
+        parts, block = {1: scaled(of_heads)}, 0
+    elif kind == "ffn" and module in ("gate", "up"):
+        parts, block = {0: share(0)}, 1
+    elif kind == "ffn" and leaf == "weight":
+        parts, block = {1: share(1)}, 0
     elif kind == "experts":
         dim = 2 if leaf in ("gate", "up") else 1
-        ranges = (share_of(shape[dim], degrees.tensor, tensor),)
+        parts = {dim: share(dim)}
         if degrees.expert > 1 and shape[0] == config.moe.experts:
             held[0], by_expert = experts_of(config, degrees.expert, expert), True
-    last = dim == len(shape) - 1  # of a difference's two halves left has the first dimensions, right the last
-    if dim >= 0 and not (name.endswith(LEFT) and last) and not (name.endswith(RIGHT) and not last):
-        held[dim] = ranges
-        copies = [other for other in range(degrees.tensor) if _same(module, config, degrees, other, tensor)]
-    return Split(shape, tuple(held), by_expert, tuple(copies))
-
-
-def _same(module: str, config: ModelConfig, degrees: Degrees, one: int, other: int) -> bool:
-    """Whether two tensor ranks hold the same part of a parameter that they split."""
-    if module in ("wk", "wv"):
-        return heads_of(config, degrees.tensor, one)[1] == heads_of(config, degrees.tensor, other)[1]
-    return one == other
+    if block is not None and block < len(shape):
+        parts[block] = (share_of(shape[block], degrees.rows, row),)
+    for dim, ranges in parts.items():
+        last = dim == len(shape) - 1  # of a difference's two halves left has the first dimensions, right the last
+        if not (name.endswith(LEFT) and last) and not (name.endswith(RIGHT) and not last):
+            held[dim] = ranges
+    return tuple(held), by_expert
 
 
 def _kind(name: str) -> tuple[str, str, str]:
