@@ -26,9 +26,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "context x expert": (4, {"data_shard": 2, "context": 2, "expert": 4}),
     "context x pipeline": (4, {"context": 2, "pipeline": 2}),
     "expert x pipeline": (4, {"data_shard": 2, "expert": 2, "pipeline": 2}),
+    "tensor grid": (4, {"tensor": 4, "tensor_grid": True}),
     "shard x tensor x pipeline": (8, {"data_shard": 2, "tensor": 2, "pipeline": 2}),
     "shard x context x tensor": (8, {"data_shard": 2, "context": 2, "tensor": 2}),
     "replicate x shard x tensor": (8, {"data_replicate": 2, "data_shard": 2, "tensor": 2}),
+    "shard x tensor grid": (8, {"data_shard": 2, "tensor": 4, "tensor_grid": True}),
     "expert x tensor x pipeline": (8, {"data_shard": 2, "expert": 2, "tensor": 2, "pipeline": 2}),
     "replicate x expert x context": (8, {"data_replicate": 2, "data_shard": 2, "context": 2, "expert": 4}),
 }
@@ -109,5 +111,6 @@ def run_file(layout: str, model: str, stages: str, passes: int) -> dict[str, Any
 
 def entries(layout: str) -> list[tuple[str, str, int]]:
     """What a layout is proved with: (model, stages, micro-batches that a rank's samples are cut into)."""
-    models = [model for model in MODELS if model == "mixture" or "expert" not in layout]
+    unfit = "dense" if "expert" in layout else "mixture" if "grid" in layout else None
+    models = [model for model in MODELS if model != unfit]
     return [(model, stages, passes) for model in models for stages in STAGES for passes in PASSES]

@@ -18,6 +18,12 @@ class ParallelConfig(Section):
         "auto", description="Ranks that split weights and optimizer state, each with other samples (FSDP2); 1 is off."
     )
     tensor: Degree = Field(1, description="Ranks that split every layer: heads, inner widths, the vocabulary.")
+    tensor_grid: bool = Field(
+        False,
+        description="Tensor ranks as a square grid, of which rows split hidden widths and sequences of a micro-batch "
+        "(2D tensor parallelism): less traffic where a pass has more than some two tokens per hidden element. Dense "
+        "models, without pipeline.",
+    )
     context: Degree = Field(1, description="Ranks that split every sequence.")
     pipeline: Degree = Field(1, description="Ranks that split the layers by depth.")
     expert: Degree = Field(1, description="Ranks that split the experts of a layer; divides data_shard x context.")

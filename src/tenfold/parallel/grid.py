@@ -36,6 +36,7 @@ from tenfold.nn.products import product_dtype
 from tenfold.nn.ranks import ALONE, TensorRanks
 from tenfold.parallel.collectives import all_gather, all_reduce, broadcasts, exchange, reduce_scatter
 from tenfold.parallel.mesh import Mesh
+from tenfold.parallel.splits import share_of
 from tenfold.parallel.tensor import TensorGroup
 
 
@@ -73,6 +74,9 @@ class TensorGrid(TensorGroup):
     ) -> None:
         super().__init__(along_row, side, column, config)
         self._column_group, self._row = along_column, row
+        self._hidden, self._embedded = (
+            [share_of(width, side, each) for each in range(side)] for width in (config.hidden, config.embedding_columns)
+        )
         _groups[along_column.group_name] = along_column
 
     def sequences(self, x_BT: Tensor) -> Tensor:
@@ -92,7 +96,7 @@ class TensorGrid(TensorGroup):
         if torch.is_grad_enabled():
             y = self.sum(_block_product(x_BTI, linear.weight, self._column_group.group_name, False))
         else:
-            y = self._join(self.add(product(x_BTI, linear.weight, None)))
+            y = _join(self.add(product(x_BTI, linear.weight, None)), self._column_group, self._hidden)
         return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
     def embed(self, tokens_BT: Tensor, weight_VD: Tensor) -> Tensor:
@@ -101,18 +105,15 @@ class TensorGrid(TensorGroup):
         # Of all rows' sequences this rank's columns of D; then its own sequences with all of D.
         part = self.sum(F.embedding(row_BT.where(here_BT, 0), weight_VD).where(here_BT[..., None], 0))
         if not torch.is_grad_enabled():
-            return self._join(part)
-        out: Tensor = _Swap.apply(part, self._column_group, True)
+            return _join(part, self._column_group, self._embedded)
+        out: Tensor = _Swap.apply(part, self._column_group, self._embedded, True)
         return out
 
     def columns(self, weight_VD: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            return self._join(weight_VD)
-        out: Tensor = _Join.apply(weight_VD, self._column_group)
+            return _join(weight_VD, self._column_group, self._embedded)
+        out: Tensor = _Join.apply(weight_VD, self._column_group, self._embedded)
         return out
-
-    def _join(self, x: Tensor) -> Tensor:
-        return _join(x, self._column_group)
 
 
 _groups: dict[str, dist.ProcessGroup] = {}  # by name, since an operator cannot be given a group
@@ -187,35 +188,47 @@ def _add_up(parts: Iterator[Tensor]) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """All D from each rank's columns; the gradient is summed over the ranks, whose parts of it differ."""
+    """All D from each rank's share of it; the gradient is summed over the ranks, whose parts of it differ."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _join(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        parts = torch.stack(grad.chunk(ctx.group.size(), -1))
-        return reduce_scatter(parts, ctx.group), None
-
-
-class _Swap(torch.autograd.Function):
-    """A rank's part of D of all sequences becomes all D of its part of the sequences (`forth`); or back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forth: bool) -> Tensor:
-        ctx.group, ctx.forth = group, forth
-        size = group.size()
-        if forth:
-            return torch.cat(exchange(x.unflatten(0, (size, -1)), group).unbind(), -1)
-        return exchange(torch.stack(x.chunk(size, -1)), group).flatten(0, 1)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, shares: list[range]) -> Tensor:
+        ctx.group, ctx.shares = group, shares
+        return _join(x, group, shares)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        out: Tensor = _Swap.apply(grad, ctx.group, not ctx.forth)
-        return out, None, None
+        own = len(ctx.shares[ctx.group.rank()])
+        return reduce_scatter(_cut(grad, ctx.shares), ctx.group)[..., :own], None, None
 
 
-def _join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return torch.cat(all_gather(x, group).unbind(), -1)
+class _Swap(torch.autograd.Function):
+    """A rank's share of D of all sequences becomes all D of its part of the sequences (`forth`); or back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, shares: list[range], forth: bool) -> Tensor:
+        ctx.group, ctx.shares, ctx.forth = group, shares, forth
+        if forth:
+            return _paste(exchange(_pad(x, shares).unflatten(0, (group.size(), -1)), group), shares)
+        return exchange(_cut(x, shares), group).flatten(0, 1)[..., : len(shares[group.rank()])]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        out: Tensor = _Swap.apply(grad, ctx.group, ctx.shares, not ctx.forth)
+        return out, None, None, None
+
+
+def _join(x: Tensor, group: dist.ProcessGroup, shares: list[range]) -> Tensor:
+    return _paste(all_gather(_pad(x, shares), group), shares)
+
+
+def _pad(x: Tensor, shares: list[range]) -> Tensor:
+    """Ranks exchange what is of one shape: shares as wide as the widest."""
+    return F.pad(x, (0, max(map(len, shares)) - x.shape[-1]))
+
+
+def _cut(x: Tensor, shares: list[range]) -> Tensor:
+    return torch.stack([_pad(x[..., share.start : share.stop], shares) for share in shares])
+
+
+def _paste(parts: Tensor, shares: list[range]) -> Tensor:
+    return torch.cat([part[..., : len(share)] for part, share in zip(parts, shares, strict=True)], -1)

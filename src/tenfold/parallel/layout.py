@@ -21,11 +21,11 @@ from tenfold.nn.init import initialize
 from tenfold.nn.ranks import ALONE, Ranks
 from tenfold.nn.recompute import KEEP_ALL, Recompute
 from tenfold.parallel.context import SplitSequences
+from tenfold.parallel.grid import tensor_ranks
 from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
 from tenfold.parallel.rank import Rank, T
 from tenfold.parallel.splits import cut, splits_of
-from tenfold.parallel.tensor import TensorGroup
 from tenfold.sharing.tying import Sharing, materialize, tie
 
 
@@ -75,13 +75,10 @@ class Layout(Rank):
     @cached_property
     def others(self) -> Ranks:
         """What the model is given to talk to other ranks."""
-        tensor, context, expert = ALONE.tensor, ALONE.context, ALONE.expert
-        degrees, place, group = self.degrees, self.mesh.place, self.mesh.group
-        if degrees.tensor > 1:
-            tensor = TensorGroup(group("tensor"), degrees.tensor, place["tensor"], self.model_config)
-        if degrees.context > 1:
-            context = SplitSequences(group("context"))
-        return Ranks(tensor, context, expert)
+        context, expert = ALONE.context, ALONE.expert
+        if self.degrees.context > 1:
+            context = SplitSequences(self.mesh.group("context"))
+        return Ranks(tensor_ranks(self.mesh, self.model_config), context, expert)
 
     def build(self, seed: int | None = None) -> Decoder:
         """The model with initial weights; without a `seed` they are whatever memory holds."""

@@ -81,7 +81,8 @@ def degrees_of(config: ParallelConfig, world: int, model: ModelConfig, batch_siz
             f"parallel: {told} does not make the {world} ranks that were started (torchrun's --nproc-per-node x "
             f"--nnodes): the degrees given multiply to {taken}. Change one of them, or the number of ranks"
         )
-    return choose(Degrees(**known), open_axes, rest, model, batch_size)
+    degrees = choose(Degrees(**known), open_axes, rest, model, batch_size)
+    return replace(degrees, grid=config.tensor_grid and degrees.tensor > 1)
 
 
 def choose(degrees: Degrees, open_axes: list[str], rest: int, model: ModelConfig, batch_size: int) -> Degrees:
@@ -174,15 +175,14 @@ def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_siz
 def _check_grid(degrees: Degrees, model: ModelConfig, micro_batch_size: int, fail: Callable[..., None]) -> None:
     """The part of `check` for tensor ranks in a grid."""
     tensor, rows = degrees.tensor, degrees.rows
-    if tensor != rows**2 or tensor == 1:
+    if tensor != rows**2:
         fail("tensor", tensor, "makes no grid (parallel.tensor_grid = true): take 4, 9, 16 or another square")
     if model.moe.experts:
         fail("tensor_grid", True, f"is for dense models, and model.moe.experts = {model.moe.experts}; set it to false")
     if degrees.pipeline > 1:
         fail("tensor_grid", True, f"does not go with pipeline = {degrees.pipeline}; set one of them to false or 1")
-    for key, width in {"hidden": model.hidden, "embedding_width": model.embedding_columns}.items():
-        if width % rows:
-            fail("tensor", tensor, f"is {rows} rows of a grid, which do not divide model.{key} = {width}")
+    if model.hidden % rows:
+        fail("tensor", tensor, f"is {rows} rows of a grid, which do not divide model.hidden = {model.hidden}")
     if micro_batch_size % rows:
         fail(
             "tensor", tensor, f"is {rows} rows of a grid, which do not divide the {micro_batch_size} samples of a pass"

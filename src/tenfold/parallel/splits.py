@@ -108,6 +108,8 @@ def _held(
     name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int
 ) -> tuple[tuple[Ranges, ...], bool]:
     """The indices that a rank holds of every dimension, and whether expert ranks hold different ones."""
+    if not shape:
+        return (), False
     held: list[Ranges] = [(range(size),) for size in shape]
     kind, module, leaf = _kind(name.removesuffix(LEFT).removesuffix(RIGHT))
     row, column = divmod(tensor, degrees.columns)
@@ -118,7 +120,7 @@ def _held(
         return (range(heads.start * config.head_width, heads.stop * config.head_width),)
 
     def share(dim: int) -> Ranges:
-        return (share_of(shape[dim], degrees.columns, column),) if dim < len(shape) else ()
+        return (share_of(shape[dim], degrees.columns, column),)
 
     parts: dict[int, Ranges] = {}  # by dimension
     block = None  # the dimension that the rows of a grid split
