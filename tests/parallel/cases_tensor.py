@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "multi-query": {"heads": 12, "kv_heads": 1, "qk_norm": True, "worlds": (2, 3)},
     "documents, grouped": {"document_end": 3, "heads": 8, "kv_heads": 4, "worlds": (2, 4)},
     "documents, learned positions": {"document_end": 3, **GPT, "worlds": (2, 4)},
-    "factorised": {"embedding_width": 6, "bias": True},
+    "factorised": {"embedding_width": 5, "bias": True},
     "encoder": {**ENCODER, "worlds": (2, 4)},
     "encoder, factorised, documents": {**ENCODER, "embedding_width": 6, "document_end": 3},
     "recompute": {"recompute": "full", "worlds": (2, 4)},

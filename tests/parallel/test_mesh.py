@@ -67,6 +67,11 @@ BAD = {
     "key heads": ({"tensor": 3, "lengths": [12]}, "tensor = 3 does not fit model.heads = 6 with kv_heads = 2: ranks"),
     "width": ({"tensor": 6, "lengths": [12]}, "parallel.tensor = 6 is more than model.moe.ffn = 5"),
     "layers": ({"pipeline": 7}, "parallel.pipeline = 7 is more than model.layers = 6"),
+    "no square": (
+        {"tensor": 6, "grid": True},
+        r"tensor = 6 makes no grid .*take 4, 9, 16 .*tensor 6 \(a grid\), 6 ranks",
+    ),
+    "grid of experts": ({"tensor": 4, "grid": True}, "tensor_grid = true is for dense models, .*experts = 12; set it"),
     "tensor runs": ({"tensor": 2, "lengths": [16, 15]}, "sequences of 15 tokens do not divide into tensor = 2 runs"),
     "zig-zag runs": ({"context": 2, "tensor": 2}, "sequences of 12 tokens .* into 2 x context x tensor = 8 runs"),
 }
@@ -86,10 +91,34 @@ def test_degrees_that_fit_are_let_pass_uneven_ones_too():
     check(Degrees(context=3, data_shard=4, expert=4), MIXTURE, 8, 0, [12])
     check(Degrees(tensor=4), ModelConfig(heads=5, head_dim=2, vocab_size=9, vocab_multiple=1), 1, 0, [12])
     check(Degrees(tensor=6), MODEL.model_copy(update={"moe": MODEL.moe.model_copy(update={"ffn": 2})}), 1, 0, [12])
+    check(Degrees(tensor=4, grid=True, context=2, data_shard=4), MODEL, 8, 2, [8])
     with pytest.raises(TenfoldError, match="tensor = 4 is more than the rows of the vocabulary = 3"):
         check(
             Degrees(tensor=4), MODEL.model_copy(update={"vocab_size": 3, "vocab_multiple": 1, "heads": 8}), 1, 0, [12]
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "micro", "message"),
+    [
+        ({"pipeline": 2}, 3, "parallel.tensor_grid = true does not go with pipeline = 2; set one"),
+        ({}, 3, "tensor = 4 is 2 rows of a grid, which do not divide the samples of a pass, 3; change training.micro"),
+        ({"data_shard": 3}, 0, "tensor = 4 is 2 rows of a grid, which do not divide the samples of a pass, 1;"),
+        ({"data_shard": 1}, 1, "tensor = 4 is 2 rows of a grid, which do not divide the samples of a pass, 1;"),
+    ],
+)
+def test_a_grid_that_does_not_fit_is_refused(given, micro, message):
+    with pytest.raises(TenfoldError, match=message):
+        check(Degrees(tensor=4, grid=True, **given), MODEL, 3, micro, [8])
+    odd = MODEL.model_copy(update={"hidden": 45, "head_dim": 8})
+    with pytest.raises(TenfoldError, match=r"2 rows of a grid, which do not divide model.hidden = 45"):
+        check(Degrees(tensor=4, grid=True), odd, 8, 0, [8])
+
+
+def test_a_grid_is_of_the_tensor_ranks_that_there_are():
+    assert chosen(4, tensor=4, tensor_grid=True) == Degrees(tensor=4, grid=True)
+    assert chosen(2, tensor_grid=True) == Degrees(data_shard=2)
+    assert (Degrees(tensor=4, grid=True).rows, Degrees(tensor=4).rows) == (2, 1)
 
 
 def test_tensor_is_innermost_and_experts_fold_over_shards_and_context():
@@ -104,8 +133,8 @@ def test_tensor_is_innermost_and_experts_fold_over_shards_and_context():
         assert at["groups"]["context"] == sorted({rank, rank ^ 2})
         assert at["groups"]["data_shard"] == sorted({rank, rank ^ 4})
         assert at["groups"]["expert"] == sorted({rank, rank ^ 2})
-        assert at["fsdp"] == [[rank % 2 + 2 * shard for shard in range(4)]]
-        assert at["expert_fsdp"] == [[rank % 4, rank % 4 + 4]]
+        assert at["fsdp"] == [rank % 2 + 2 * shard for shard in range(4)]
+        assert at["expert_fsdp"] == [rank % 4, rank % 4 + 4]
         assert at["parts"] == [[rank] if rank % 2 else None]
 
 

@@ -23,7 +23,12 @@ SHAPES = {
     "experts, tied and relaxed": {"layers": 3, "pattern": "all", "rank": 2, "moe": ROUTED},
     "encoder": {"objective": "masked", "mask_token": 3, "embedding_width": 6, "positions": "learned"},
 }
-LAYOUTS = [Degrees(tensor=2), Degrees(tensor=4), Degrees(data_shard=3, expert=3, tensor=2)]
+LAYOUTS = [
+    Degrees(tensor=2),
+    Degrees(tensor=4),
+    Degrees(tensor=4, grid=True),
+    Degrees(data_shard=3, expert=3, tensor=2),
+]
 CASES = [
     pytest.param(shape, degrees, id=f"{name}, {degrees}")
     for (name, shape), degrees in product(SHAPES.items(), LAYOUTS)
