@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "encoder, factorised, documents": {**ENCODER, "embedding_width": 6, "document_end": 3},
     "recompute": {"recompute": "full", "worlds": (2, 4)},
     "selective recompute": {"recompute": "selective", "worlds": (2, 4)},
+    "selective recompute, norms last": {"recompute": "selective", **ENCODER},
     "pseudo": {"layers": 4, "pattern": {"cycle": 2}},
     "pseudo, attention alone": {"layers": 4, "pattern": "all", "parts": ("attention",), **GPT, "worlds": (2, 4)},
     "relaxed": {"layers": 3, "pattern": "all", "rank": 2, "heads": 8, "kv_heads": 2, "worlds": (2, 4)},

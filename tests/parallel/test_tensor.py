@@ -35,9 +35,8 @@ def test_fp32_and_bf16_are_as_close_as_they_can_be():
 def test_a_layer_gathers_twice_and_scatters_twice_each_way_and_no_logits_are_gathered(recompute):
     layers, chunks = 3, -(-4 * 24 // 7)
     gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
-    again = (
-        {gather: 2 * layers, scatter: layers} if recompute != "none" else {}
-    )  # what follows the last kept tensor is not redone
+    # What follows the last kept tensor is not redone; selective keeps sums.
+    again = {"none": {}, "selective": {gather: 2 * layers}, "full": {gather: 2 * layers, scatter: layers}}[recompute]
     for forward, loss, backward, without in on_ranks(2, "parallel.cases_tensor:counted_collectives", recompute):
         assert forward == {gather: 2 * layers, scatter: 2 * layers + 1}  # and the embedding's
         assert loss == {gather: 1, reduce: 2 * chunks}

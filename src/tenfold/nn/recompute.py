@@ -24,7 +24,9 @@ from tenfold.nn.routing import CHOOSE
 Mode = Literal["none", "selective", "full"]
 
 KEPT = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, EXPERTS}
-"""The operators whose results "selective" keeps. `parallel` adds those that wait for other ranks."""
+"""The operators whose results "selective" keeps. `parallel` adds some that wait for other ranks."""
+SUMS: set[Any] = set()
+"""Those of them that sum the product before them over ranks, and are kept in its place."""
 
 
 class Recompute(NamedTuple):
@@ -75,6 +77,8 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if _is_kept(func, args):
+            if func in SUMS and self.kept[-1][0] is not EXPERTS:
+                self.kept[-1] = self.kept[-1][0], _Lost(self.kept[-1][1])
             self.kept.append((func, _detached(out)))
         return out
 
@@ -86,7 +90,7 @@ class _Keeping(TorchDispatchMode):
         for index, (func, out) in enumerate(self.kept):
             if func is EXPERTS:
                 self.kept[index] = func, (_Lost(out[0]), *out[1:])
-            elif index == len(self.kept) - 1:
+            elif index == len(self.kept) - 1 and not isinstance(out, _Lost):
                 self.kept[index] = func, _Lost(out)
 
 

@@ -13,7 +13,11 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # defines the operators and their fake versions
 from torch import Tensor
 
+from tenfold.nn.recompute import KEPT, SUMS
+
 _ops = torch.ops._c10d_functional
+KEPT.add(_ops.reduce_scatter_tensor.default)
+SUMS.add(_ops.reduce_scatter_tensor.default)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
