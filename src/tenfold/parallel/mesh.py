@@ -184,9 +184,8 @@ def _check_grid(degrees: Degrees, model: ModelConfig, micro_batch_size: int, fai
     if model.hidden % rows:
         fail("tensor", tensor, f"is {rows} rows of a grid, which do not divide model.hidden = {model.hidden}")
     if micro_batch_size % rows:
-        fail(
-            "tensor", tensor, f"is {rows} rows of a grid, which do not divide the {micro_batch_size} samples of a pass"
-        )
+        why = f"is {rows} rows of a grid, which do not divide the samples of a pass, {micro_batch_size}"
+        fail("tensor", tensor, f"{why}; change training.micro_batch_size")
 
 
 class Mesh:
