@@ -92,6 +92,27 @@ def test_without_a_kernel_attention_to_a_block_is_the_same(monkeypatch, queries,
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none")
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernel_for_cuda_attends_to_a_block_as_plain_products_do(causal, key_heads):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(2, length, heads, 64, generator=generator).to("cuda", torch.bfloat16).transpose(1, 2)
+        for heads, length in ((4, 200), (key_heads, 200), (key_heads, 200), (4, 200))
+    )
+    k, v = (x if causal else x[:, :, :70] for x in (k, v))
+    out, lse = attend_block(q, k, v, causal)
+    plain_out, plain_lse = _plain(*(x.double() for x in (q, k, v)), causal)
+    torch.testing.assert_close(out.double(), plain_out, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), plain_lse, rtol=1e-3, atol=1e-3)
+    found = attend_block_backward(grad, q, k, v, out, lse, causal)
+    expected = attend_block_backward(*(x.double() for x in (grad, q, k, v)), plain_out, plain_lse, causal)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=5e-2, atol=5e-2)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_attention_over_the_ring_is_that_of_whole_sequences(ranks):
     on_ranks(ranks, f"{CASES}:attention")
