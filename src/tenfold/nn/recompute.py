@@ -77,7 +77,7 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if _is_kept(func, args):
-            if func in SUMS and self.kept[-1][0] is not EXPERTS:
+            if func in SUMS and self.kept and self.kept[-1][0] is not EXPERTS:
                 self.kept[-1] = self.kept[-1][0], _Lost(self.kept[-1][1])
             self.kept.append((func, _detached(out)))
         return out

@@ -34,6 +34,7 @@ from tenfold.nn.layers import Linear
 from tenfold.nn.products import linear as product
 from tenfold.nn.products import product_dtype
 from tenfold.nn.ranks import ALONE, TensorRanks
+from tenfold.nn.recompute import KEPT
 from tenfold.parallel.collectives import all_gather, all_reduce, broadcasts, exchange, reduce_scatter
 from tenfold.parallel.mesh import Mesh
 from tenfold.parallel.splits import share_of
@@ -133,6 +134,9 @@ def _block_product(x: Tensor, block: Tensor, group: str, widening: bool) -> Tens
         return torch.cat([product(x, each, None) for each in blocks], -1)
     parts = x.chunk(column.size(), -1)
     return _add_up(product(part, each, None) for part, each in zip(parts, blocks, strict=True))
+
+
+KEPT.add(torch.ops.tenfold.block_product.default)
 
 
 @torch.library.custom_op("tenfold::block_product_backward", mutates_args=())
