@@ -244,7 +244,7 @@ def _same_config(given: RunConfig, folder: Path, data: TrainingData, device: tor
     given = resolve(given, data.vocab_size, device, data.mask_token(), data.end_of_text)
     mine, theirs = dict(leaves(given)), dict(leaves(saved))
     for path in sorted(mine.keys() | theirs.keys()):
-        free = path in _FREE or path.partition(".")[0] == "evaluations"
+        free = path in _FREE or path.partition(".")[0] == "evaluations" or path.rpartition(".")[2] == "parallel"
         if mine.get(path) != theirs.get(path) and not free:
             raise TenfoldError(
                 f"{folder} was begun with {path} = {theirs.get(path)!r}, and now it is {mine.get(path)!r}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tenfold.evaluation.generation import generate
 from tenfold.evaluation.inference import inference
 from tenfold.evaluation.sets import EvaluationSet, TextTokenizer, read_set
 from tenfold.nn.decoder import Decoder
+from tenfold.parallel.layout import Layout
+from tenfold.parallel.pieces import local_of
 from tenfold.sharing.similarity import layer_similarity, seen_layers
 
 SAMPLE_TOKENS = 120
@@ -42,14 +45,29 @@ def read_evaluations(config: RunConfig, data: TrainingData) -> list[tuple[Evalua
     return found
 
 
-def similarity(model: Decoder) -> dict[str, Any] | None:
-    """How alike the layers are, as a `similarity` event tells it; None for one layer."""
+def similarity(model: Decoder, layout: Layout) -> dict[str, Any] | None:
+    """How alike the layers are, as a `similarity` event tells it; None for one layer, and where no rank can see two
+    layers: in stages of a pipeline, and where ranks have parts of low-rank differences."""
     layers = model.layers
+    if layout.degrees.pipeline > 1 or (not layout.alone and layout.sharing.rank):
+        return None
+    layout.let_go(model)
+    copies: Mapping[Any, int] = layout.copies(model)
+
+    def own(weight: Tensor) -> Tensor:
+        count = copies.get(weight, 1)
+        return local_of(weight) if count == 1 else local_of(weight) * count**-0.5
+
     seen = seen_layers(len(layers))
     if len(seen) < 2:
         return None
     kinds = {
-        part: layer_similarity([layers[layer].get_submodule(part) for layer in seen]) for part in ("attention", "ffn")
+        part: layer_similarity(
+            [layers[layer].get_submodule(part) for layer in seen],
+            own,
+            lambda products: layout.total(products)[0],
+        )
+        for part in ("attention", "ffn")
     }
     return {"layers": seen, **kinds}
 

@@ -198,6 +198,11 @@ class Run:
         )
         if resumed:
             self.emit({"event": "resume", "step": place.step, "seconds": place.seconds, **(former or {})})
+        if self.world.size > 1:
+            named = zip(self.stages, self.degrees, strict=True)
+            self.remark(
+                f"{self.world.size} ranks; " + "; ".join(f"{stage.name}: {degrees}" for stage, degrees in named)
+            )
         early, self._record = self._record or [], None
         for event in early:
             self.emit({**event, "step": place.step})
@@ -367,7 +372,7 @@ class Run:
     _written: str | None = None  # what the model wrote when it was last looked at
 
     def _emit_similarity(self, stage: Stage) -> None:
-        if self.layout.alone and (told := similarity(self.model)) is not None:
+        if (told := similarity(self.model, self.layout)) is not None:
             self.emit({"event": "similarity", **self._where(stage), **told})
 
     def _write(self) -> str | None:
@@ -417,16 +422,17 @@ class Run:
     def _delink(self, before: Sharing, after: Sharing, config: StageConfig, coming_of: Stage) -> dict[str, Any]:
         """Delink, and show that the function is the same to the last bit; what is told of it, for events.
 
-        Where experts are freed it is the same to rounding: that is looked at in fp32, and with no token dropped.
+        Where experts are freed, or ranks split sums otherwise from now on, it is the same to rounding: that is looked
+        at in fp32, and with no token dropped.
         `config` says what moments freed layers start from, `coming_of` is the stage that the coming steps are of.
         """
         began, stored = time.monotonic(), count(self.layout.whole, 1).stored
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
-        upcycles = before.experts != after.experts
-        look = logits_in_fp32 if upcycles else logits_of
-        logits = look(self.model, probe)
         start, former = self.place.step, self.layout
         self.layout = self._layout(self.stages.index(coming_of), after)
+        to_rounding = before.experts != after.experts or former.degrees != self.layout.degrees
+        look = logits_in_fp32 if to_rounding else logits_of
+        logits = look(self.model, probe)
         freed: list[torch.nn.Parameter] = []
         if former.alone and self.layout.alone:
             seed = self.config.training.seed
@@ -446,7 +452,7 @@ class Run:
             **measured,
             "logits_equal": difference == 0.0,
             "max_difference": difference,
-            **({"tolerance": tolerance(logits, self.config.model.layers)} if upcycles else {}),
+            **({"tolerance": tolerance(logits, self.config.model.layers)} if to_rounding else {}),
             "stored_before": stored,
             "stored_after": count(self.layout.whole, 1).stored,
             "seconds": time.monotonic() - began,
