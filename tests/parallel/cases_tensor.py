@@ -34,7 +34,7 @@ BIASED = {"bias": True, "norm": "layernorm"}
 GPT = {"positions": "learned", "activation": "gelu", **BIASED}
 ENCODER = {"objective": "masked", "mask_token": 33, "norm_position": "post", "embedding_norm": True, **GPT}
 SHARED = {"experts": 6, "prototypes": 2, "ffn": 7, "shared_experts": 1}
-BATCH, LENGTH, CHUNK = 4, 24, 7
+BATCH, LENGTH, CHUNK = 4, 24, 41
 
 # Of the model; "pattern", "parts", "rank" and "sets" are of the sharing, "recompute" and "worlds" (all) of the test.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.cases_tensor import SHAPES
+from parallel.cases_tensor import BATCH, CHUNK, LENGTH, SHAPES
 from ranks import on_ranks
 from tenfold.hardware.compiler import missing_for_compile
 
@@ -21,7 +21,7 @@ def test_with_context_ranks_too():
 
 
 def test_a_layer_talks_along_rows_twice_each_way_and_along_columns_once_for_each_matrix():
-    layers, matrices, side, chunks = 3, 7, 2, -(-2 * 24 // 7)
+    layers, matrices, side, chunks = 3, 7, 2, -(-BATCH // 2 * LENGTH // CHUNK)
     gather, scatter, reduce, broadcast = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "broadcast"
     for forward, loss, backward, without in on_ranks(4, "parallel.cases_grid:counted_collectives"):
         of_blocks = {broadcast: layers * matrices * side}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.cases_tensor import SHAPES
+from parallel.cases_tensor import BATCH, CHUNK, LENGTH, SHAPES
 from ranks import on_ranks
 from tenfold.hardware.compiler import missing_for_compile
 
@@ -33,7 +33,7 @@ def test_fp32_and_bf16_are_as_close_as_they_can_be():
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_layer_gathers_twice_and_scatters_twice_each_way_and_no_logits_are_gathered(recompute):
-    layers, chunks = 3, -(-4 * 24 // 7)
+    layers, chunks = 3, -(-BATCH * LENGTH // CHUNK)
     gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
     # What follows the last kept tensor is not redone; selective keeps sums.
     again = {"none": {}, "selective": {gather: 2 * layers}, "full": {gather: 2 * layers, scatter: layers}}[recompute]

@@ -21,8 +21,8 @@ class ParallelConfig(Section):
     tensor_grid: bool = Field(
         False,
         description="Tensor ranks as a square grid, of which rows split hidden widths and sequences of a micro-batch "
-        "(2D tensor parallelism): less traffic where a pass has more than some two tokens per hidden element. Dense "
-        "models, without pipeline.",
+        "(2D tensor parallelism): less traffic where a pass has more than two or three tokens per hidden element. "
+        "Dense models, without pipeline.",
     )
     context: Degree = Field(1, description="Ranks that split every sequence.")
     pipeline: Degree = Field(1, description="Ranks that split the layers by depth.")

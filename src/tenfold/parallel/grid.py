@@ -8,8 +8,8 @@ of a column's ranks one after another, the next on its way meanwhile,
     y[:, O of this column] = sum over rows l of x[:, D of l] @ block[O of this column, D of l]^T
 
 once in the forward pass and once in the backward pass, and the gradient of a block is summed over the column. With 4
-ranks less is sent than in a line where a pass has more than some two tokens for each hidden element. (`data_shard` x
-`tensor` lies in the same way, but gathers all of a segment's weights where this has a block of one matrix at a time.)
+ranks less is sent than in a line where a pass has more than two or three tokens for each hidden element. (The axes
+`data_shard` x `tensor` lie in the same way, but gather a segment's weights whole where this has one block at a time.)
 
 SUMMA sends the blocks of x round a row in the same steps; here a row gathers x once, for all products that read it, and
 between products, where positions are split, a rank has all D of its own: norms ask nothing of others.
