@@ -77,8 +77,10 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if _is_kept(func, args):
-            if func in SUMS and self.kept and self.kept[-1][0] is not EXPERTS:
-                self.kept[-1] = self.kept[-1][0], _Lost(self.kept[-1][1])
+            if func in SUMS and self.kept:
+                before, product = self.kept[-1]
+                if isinstance(product, Tensor) and before not in SUMS and product.numel() == args[0].numel():
+                    self.kept[-1] = before, _Lost(product)
             self.kept.append((func, _detached(out)))
         return out
 
