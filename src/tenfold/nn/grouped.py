@@ -64,7 +64,7 @@ def keep_rows(rows: Rows, kept_R: Tensor, choice_NC: Tensor) -> Rows:
     return Rows(choice_R, rows.tokens[kept_R], row_R, count_N.cumsum(0) - count_N, rows_E)
 
 
-def _sum_of_rows(x_RD: Tensor, row_R: Tensor, start_N: Tensor) -> Tensor:
+def sum_of_rows(x_RD: Tensor, row_R: Tensor, start_N: Tensor) -> Tensor:
     """For each token the sum of its rows, in one pass; tokens may have none."""
     return F.embedding_bag(row_R, x_RD, start_N, mode="sum")
 
@@ -83,7 +83,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_RD: Tensor, grad_gates_R: Tensor) -> tuple[Tensor, Tensor, None]:
         choice_R, row_R, start_N = ctx.saved_tensors
         grad_gates = grad_gates_R.new_zeros(ctx.gates_shape.numel()).scatter_(0, choice_R, grad_gates_R)
-        return _sum_of_rows(grad_RD, row_R, start_N), grad_gates.view(ctx.gates_shape), None
+        return sum_of_rows(grad_RD, row_R, start_N), grad_gates.view(ctx.gates_shape), None
 
 
 class _Combine(torch.autograd.Function):
@@ -92,7 +92,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, rows: Rows) -> Tensor:
         ctx.save_for_backward(rows.tokens)
-        return _sum_of_rows(x_RD, rows.by_token, rows.starts)
+        return sum_of_rows(x_RD, rows.by_token, rows.starts)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None]:

@@ -15,7 +15,7 @@ rows (at most N * C).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +61,16 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(shape))
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
 
-    def forward(self, x_RD: Tensor, gates_R: Tensor, rows_E: Tensor) -> Tensor:
-        """Each row through its expert, times its gate (`nn.grouped.feed_forward_rows`)."""
+    def forward(self, *sent: Tensor, through: Callable[..., Tensor] | None = None) -> Tensor:
+        """Each row through its expert, times its gate: `sent` are x_RD, gates_R, rows_E of
+        `nn.grouped.feed_forward_rows`.
+
+        Where rows come from other ranks while others are computed, `through` does both, given the matrices and what
+        was `sent`: data ranks have the weights whole during one call of this module.
+        """
+        if through is not None:
+            return through(self.gate, self.up, self.down, *sent)
+        x_RD, gates_R, rows_E = sent
         return feed_forward_rows(x_RD, gates_R, self.gate, self.up, self.down, rows_E)
 
     def dense(self, x: Tensor) -> Tensor:
@@ -91,29 +99,33 @@ class MixtureOfExperts(nn.Module):
         self.balance_bias = nn.Parameter(torch.zeros(moe.experts), requires_grad=False) if moe.bias_rate else None
 
     def forward(self, x_BTD: Tensor, decision: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Output and statistics. `decision`, if given, keeps the chosen experts: an empty list is filled, and with a
-        filled one nothing is chosen anew."""
+        """Output and statistics. `decision`, if given, keeps the chosen experts and what ranks told each other of
+        them: an empty list is filled, and with a filled one nothing is chosen or told anew."""
         moe = self.config
         if self.router is None:
             y_BTD = self.ranks.tensor.sum(self.experts.dense(self.ranks.tensor.gather(x_BTD)))
             nothing = torch.zeros(LOADS + moe.experts, device=x_BTD.device)
             return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD), nothing
-        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        x_ND, ranks = x_BTD.reshape(-1, x_BTD.shape[-1]), self.ranks.expert
         probabilities_NZP, logits_NZP = self.route(x_ND)
-        choice_NC = decision[0] if decision else self.choose(probabilities_NZP)
-        if decision is not None and not decision:
-            decision.append(choice_NC)
+        once = _once(decision)
+        choice_NC = once(lambda: self.choose(probabilities_NZP))
         loads_BE = count_by_sequence(choice_NC, x_BTD.shape[0], moe.experts)
-        gates_NC, balance, z_loss = gates_and_losses(logits_NZP, probabilities_NZP, choice_NC, loads_BE)
+        whole_BE = once(lambda: ranks.loads(loads_BE))
+        gates_NC, balance, z_loss = gates_and_losses(logits_NZP, probabilities_NZP, choice_NC, whole_BE)
 
         rows = sort_rows(choice_NC, moe.experts)
         dropped = x_ND.new_zeros((), dtype=torch.float32)
         if moe.capacity != "dropless" and self.training:
-            rows = keep_rows(rows, self._within_capacity(choice_NC, rows.choices, loads_BE, x_BTD.shape[1]), choice_NC)
+            kept_R = once(lambda: self._within_capacity(choice_NC, rows.choices, loads_BE, x_BTD.shape[1]))
+            rows = keep_rows(rows, kept_R, choice_NC)
             dropped = dropped + (choice_NC.numel() - len(rows.choices))
-        y_BTD = self.ranks.expert.apply(self.experts, x_ND, gates_NC, rows).view_as(x_BTD)
-        if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD)
+        told = once(lambda: ranks.tell(choice_NC, rows))
+        finish = ranks.send(x_ND, gates_NC, rows, told)
+        shared_BTD = None if self.shared is None else self.shared(x_BTD)  # while rows are on their way
+        y_BTD = finish(self.experts).view_as(x_BTD)
+        if shared_BTD is not None:
+            y_BTD = y_BTD + shared_BTD
 
         losses = torch.stack((balance.float(), z_loss.float(), dropped))
         return y_BTD, torch.cat((losses, loads_BE.sum(0).to(torch.float32)))
@@ -147,16 +159,34 @@ class MixtureOfExperts(nn.Module):
         Counted by sequence (GShard's groups, arXiv 2006.16668), so that what a token gets does not depend on what
         else is in the batch, nor on how the batch is cut into micro-batches.
         """
-        moe = self.config
+        moe, (batch, runs) = self.config, (len(loads_BE), self.ranks.expert.runs)
+        length = positions * self.ranks.tensor.size * self.ranks.context.size if self.ranks.split else positions
         choices = choice_NC.shape[1] if moe.capacity == "k" else 1
-        capacity = math.ceil(choices * positions / moe.experts * moe.capacity_factor)
-        sequence_R = order_R // (positions * choice_NC.shape[1])
+        capacity = math.ceil(choices * length / moe.experts * moe.capacity_factor)
+        run_R = order_R // (positions // runs * choice_NC.shape[1])
         expert_R = choice_NC.flatten()[order_R]
-        # Sorted rows stand by expert, then sequence: the place in such a run is the row minus where the run starts.
-        runs_EB = loads_BE.t().flatten()
-        starts = runs_EB.cumsum(0) - runs_EB
-        place_R = torch.arange(len(order_R), device=order_R.device) - starts[expert_R * len(loads_BE) + sequence_R]
+        # Sorted rows stand by expert, then run: the place in a run is the row minus where the run starts.
+        loads_UE = loads_BE if runs == 1 else count_by_sequence(choice_NC, batch * runs, moe.experts)
+        before_UE = self.ranks.expert.before(loads_UE.view(batch, runs, -1)).reshape_as(loads_UE)
+        loads_EU = loads_UE.t().flatten()
+        starts_EU = loads_EU.cumsum(0) - loads_EU - before_UE.t().flatten()
+        place_R = torch.arange(len(order_R), device=order_R.device) - starts_EU[expert_R * len(loads_UE) + run_R]
         return place_R < capacity
+
+
+def _once(decision: list[Tensor] | None) -> Callable[[Callable[[], Tensor]], Tensor]:
+    """What makes tensors, keeps them in an empty list, and takes them, in the same order, from a filled one."""
+    taken = iter(tuple(decision)) if decision else None
+
+    def once(make: Callable[[], Tensor]) -> Tensor:
+        if taken is not None:
+            return next(taken)
+        made = make()
+        if decision is not None:
+            decision.append(made)
+        return made
+
+    return once
 
 
 @torch.no_grad()

@@ -12,11 +12,12 @@ parameter that it holds. The sum over all ranks is what one rank alone would hav
 generation) sequences are not split, so that any length will do: then each rank has all of the result.
 
 Shapes: B sequences, T positions (of one context rank), S those of them that a tensor rank has to itself, D hidden,
-N = B * S tokens, C choices of a token, E experts.
+N = B * S tokens, C choices of a token, U runs of positions, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,14 +115,27 @@ class ExpertRanks:
 
     size, rank = 1, 0
 
+    @property
+    def runs(self) -> int:
+        """Into how many runs, of equal length and none with a gap, the positions of this rank fall."""
+        return 1
+
     def loads(self, loads_BE: Tensor) -> Tensor:
         """Choices of each expert in each whole sequence, from those of this rank's positions."""
         return loads_BE
 
-    def apply(self, experts: Experts, x_ND: Tensor, gates_NC: Tensor, rows: Rows) -> Tensor:
-        """What the chosen experts make of each token, [N, D]."""
+    def before(self, loads_BUE: Tensor) -> Tensor:
+        """Choices of each expert that come earlier in the sequence than each of the `runs` [B, U, E], from theirs."""
+        return torch.zeros_like(loads_BUE)
+
+    def tell(self, choice_NC: Tensor, rows: Rows) -> Tensor:
+        """What ranks let each other know of their rows before they send them."""
+        return rows.per_expert
+
+    def send(self, x_ND: Tensor, gates_NC: Tensor, rows: Rows, told: Tensor) -> Callable[[Experts], Tensor]:
+        """Start rows on their way. What is returned gives what the chosen experts make of each token, [N, D]."""
         x_RD, gates_R = dispatch(x_ND, gates_NC, rows)
-        return combine(experts(x_RD, gates_R, rows.per_expert), rows)
+        return lambda experts: combine(experts(x_RD, gates_R, rows.per_expert), rows)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,9 @@ def _group(
     modules: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig, ignored: set[nn.Parameter], root: bool = False
 ) -> None:
     bf16 = config.gather == "bf16"
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    # What modules are given is left as it is: gates are fp32, and rows may still be on their way.
+    cast = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
+    policy = MixedPrecisionPolicy(**cast, cast_forward_inputs=False)
     # The root's stay: the output matrix is used behind the last layer, and at once again in the backward pass.
     keep = root or config.reshard != "forward"
     options: Any = {"reshard_after_forward": not keep, "mp_policy": policy, "ignored_params": ignored}

@@ -21,6 +21,7 @@ from tenfold.nn.init import initialize
 from tenfold.nn.ranks import ALONE, Ranks
 from tenfold.nn.recompute import KEEP_ALL, Recompute
 from tenfold.parallel.context import SplitSequences
+from tenfold.parallel.expert import ExpertGroup
 from tenfold.parallel.grid import tensor_ranks
 from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
@@ -75,10 +76,13 @@ class Layout(Rank):
     @cached_property
     def others(self) -> Ranks:
         """What the model is given to talk to other ranks."""
-        context, expert = ALONE.context, ALONE.expert
-        if self.degrees.context > 1:
+        tensor, context, expert = tensor_ranks(self.mesh, self.model_config), ALONE.context, ALONE.expert
+        degrees = self.degrees
+        if degrees.context > 1:
             context = SplitSequences(self.mesh.group("context"))
-        return Ranks(tensor_ranks(self.mesh, self.model_config), context, expert)
+        if self.model_config.moe.experts and degrees.tensor * degrees.context * degrees.expert > 1:
+            expert = ExpertGroup(self.mesh, self.model_config, tensor)
+        return Ranks(tensor, context, expert)
 
     def build(self, seed: int | None = None) -> Decoder:
         """The model with initial weights; without a `seed` they are whatever memory holds."""

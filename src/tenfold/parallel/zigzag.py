@@ -40,6 +40,18 @@ def own_chunks(x_BT: Tensor, ranks: int, rank: int) -> Tensor:
     return torch.cat([x_BT.narrow(1, chunk * length, length) for chunk in chunks_of(ranks, rank)], 1)
 
 
+def order_of_runs(ranks: int, parts: int) -> Tensor:
+    """Where in a sequence each run of positions stands: [context ranks, parts of each, runs of each part].
+
+    A part is one of `parts` equal ones, in order, of what a context rank has (a tensor rank's). The one in the middle
+    may lie in both chunks: so each is told as two runs of equal length, or one where sequences are whole.
+    """
+    if ranks == 1:
+        return torch.arange(parts).view(1, parts, 1)
+    chunks = [torch.arange(parts) + chunk * parts for rank in range(ranks) for chunk in chunks_of(ranks, rank)]
+    return torch.cat(chunks).view(ranks, parts, 2)
+
+
 def parts_of(ranks: int, rank: int, batch: int, length: int, causal: bool) -> list[list[Part]]:
     """For each rank whose keys are seen the parts that this rank's `length` queries of each sequence see."""
     rows, half = slice(0, batch), slice(length // 2, length)
