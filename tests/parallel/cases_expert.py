@@ -16,6 +16,7 @@ from tenfold.nn.decoder import Decoder
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, MixtureOfExperts, update_balance_bias
 from tenfold.nn.objective import Example, loss_sum
 from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.nn.recompute import Mode
 from tenfold.parallel.context import SplitSequences
 from tenfold.parallel.expert import ExpertGroup
 from tenfold.parallel.mesh import Degrees, Mesh, check
@@ -31,11 +32,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "top 2, shared experts": {"moe": {**MOE, "top_k": 2, "shared_experts": 2}},
     "prototypes, bias": {"moe": {**MOE, "prototypes": 2, "shared_experts": 1, "bias_rate": 0.1}, "bias": True},
     "many prototypes, top 2": {"moe": {**MOE, "experts": 16, "prototypes": 4, "top_k": 2}},
-    "gelu, recompute": {"moe": {**MOE, "prototypes": 2}, "activation": "gelu", "recompute": True},
+    "gelu, recompute": {"moe": {**MOE, "prototypes": 2}, "activation": "gelu", "recompute": "full"},
+    "selective recompute": {"moe": {**MOE, "prototypes": 2, "shared_experts": 1}, "recompute": "selective"},
     "capacity k": {"moe": {**MOE, "prototypes": 2, "capacity": "k", "capacity_factor": 1.1}},
     "capacity one, top 2, recompute": {
         "moe": {**MOE, "top_k": 2, "capacity": "one", "capacity_factor": 0.7, "shared_experts": 1},
-        "recompute": True,
+        "recompute": "full",
     },
     "starved": {"moe": {**MOE, "prototypes": 2, "bias_rate": 0.1}, "starved": True},
     "starved, capacity": {
@@ -227,7 +229,7 @@ class NoAttention(torch.nn.Module):
         return x
 
 
-def counted(prototypes: int, recompute: bool, tensor: int, expert: int) -> list[Counter[str]]:
+def counted(prototypes: int, recompute: Mode, tensor: int, expert: int) -> list[Counter[str]]:
     """Collectives of a layer's forward and backward pass, and of one without gradients."""
     mesh = mesh_of(Degrees(data_shard=dist.get_world_size() // tensor, tensor=tensor, expert=expert))
     shape = {"moe": {**MOE, "prototypes": prototypes}, "recompute": recompute}

@@ -33,24 +33,23 @@ def test_a_layer_by_itself_in_float64_and_bf16(degrees):
     on_ranks(degrees.ranks, "parallel.cases_expert:layers_alone", degrees)
 
 
-@pytest.mark.parametrize(("prototypes", "recompute"), [(1, False), (4, True)])
+@pytest.mark.parametrize(("prototypes", "recompute"), [(1, "none"), (4, "full")])
 def test_a_prototype_costs_two_exchanges_each_way(prototypes, recompute):
     exchange = "alltoall_base_"
     for forward, backward, without in on_ranks(2, "parallel.cases_expert:counted", prototypes, recompute, 1, 2):
         assert forward == {exchange: 2 * prototypes + 1}  # and the counts'
-        assert backward == {exchange: 2 * prototypes * (1 + recompute)}  # counts are kept
+        assert backward == {exchange: 2 * prototypes * (1 if recompute == "none" else 2)}  # counts are kept
         assert without == forward
 
 
 def test_tensor_ranks_gather_what_arrives_and_scatter_the_sums():
-    gather, scatter, reduce, exchange = (
-        "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "alltoall_base_"
-    )  # fmt: skip
-    for forward, backward, without in on_ranks(4, "parallel.cases_expert:counted", 2, False, 2, 2):
-        assert forward == {exchange: 5, gather: 3, scatter: 2, reduce: 1}  # counts and loads too
-        assert backward == {exchange: 4, gather: 2, scatter: 4}  # rows and their gates
+    gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+    exchange, of_rows = "alltoall_base_", "_reduce_scatter_base_"
+    for forward, backward, without in on_ranks(4, "parallel.cases_expert:counted", 2, "none", 2, 2):
+        assert forward == {exchange: 5, gather: 3, of_rows: 2, reduce: 1}  # counts and loads too
+        assert backward == {exchange: 4, gather: 2, of_rows: 4}  # rows and their gates
         assert without == {exchange: 5, reduce: 1}
-    for forward, backward, without in on_ranks(2, "parallel.cases_expert:counted", 2, False, 2, 1):
+    for forward, backward, without in on_ranks(2, "parallel.cases_expert:counted", 2, "none", 2, 1):
         assert forward == {gather: 3, scatter: 1, reduce: 1}  # tokens, gates, choices
         assert backward == {gather: 1, scatter: 2}
         assert without == {reduce: 1}

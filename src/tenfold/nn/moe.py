@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -121,14 +122,16 @@ class MixtureOfExperts(nn.Module):
             rows = keep_rows(rows, kept_R, choice_NC)
             dropped = dropped + (choice_NC.numel() - len(rows.choices))
         told = once(lambda: ranks.tell(choice_NC, rows))
-        finish = ranks.send(x_ND, gates_NC, rows, told)
-        shared_BTD = None if self.shared is None else self.shared(x_BTD)  # while rows are on their way
-        y_BTD = finish(self.experts).view_as(x_BTD)
-        if shared_BTD is not None:
-            y_BTD = y_BTD + shared_BTD
+        shared = None if self.shared is None else partial(self._shared, x_BTD)
+        y_BTD = ranks.apply(self.experts, x_ND, gates_NC, rows, told, shared).view_as(x_BTD)
 
         losses = torch.stack((balance.float(), z_loss.float(), dropped))
         return y_BTD, torch.cat((losses, loads_BE.sum(0).to(torch.float32)))
+
+    def _shared(self, x_BTD: Tensor) -> Tensor:
+        assert self.shared is not None
+        out: Tensor = self.shared(x_BTD)
+        return out.flatten(0, 1)
 
     def share(self, sets: int) -> None:
         """Keep the weights of the first `sets` experts alone, for all of them: the prototypes' or, if 1, the layer's.

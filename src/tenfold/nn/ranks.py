@@ -132,10 +132,19 @@ class ExpertRanks:
         """What ranks let each other know of their rows before they send them."""
         return rows.per_expert
 
-    def send(self, x_ND: Tensor, gates_NC: Tensor, rows: Rows, told: Tensor) -> Callable[[Experts], Tensor]:
-        """Start rows on their way. What is returned gives what the chosen experts make of each token, [N, D]."""
+    def apply(
+        self,
+        experts: Experts,
+        x_ND: Tensor,
+        gates_NC: Tensor,
+        rows: Rows,
+        told: Tensor,
+        shared: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """What the chosen experts make of each token, and `shared` of all of them, [N, D]."""
         x_RD, gates_R = dispatch(x_ND, gates_NC, rows)
-        return lambda experts: combine(experts(x_RD, gates_R, rows.per_expert), rows)
+        y_ND = combine(experts(x_RD, gates_R, rows.per_expert), rows)
+        return y_ND if shared is None else y_ND + shared()
 
 
 @dataclass(frozen=True)

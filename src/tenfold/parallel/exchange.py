@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tenfold.nn.grouped import Rows, feed_forward_rows, sum_of_rows
-from tenfold.parallel.collectives import all_gather, reduce_scatter
+from tenfold.parallel.collectives import all_gather
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,10 @@ class Exchange:
         if self.tensor is None:
             return torch.empty_like(x_AD).index_copy_(0, plan.order, x_AD)
         padded = x_AD.new_zeros(self.tensor.size() * plan.most, *x_AD.shape[1:]).index_copy_(0, plan.order, x_AD)
-        return reduce_scatter(padded.unflatten(0, (self.tensor.size(), plan.most)), self.tensor)[: sum(plan.into)]
+        # Not that of `collectives`, whose results selective recompute keeps: no gradient needs what experts return.
+        own = x_AD.new_empty(plan.most, *x_AD.shape[1:])
+        dist.reduce_scatter_tensor(own, padded, group=self.tensor)
+        return own[: sum(plan.into)]
 
     def compute(self, gate: Tensor | None, up: Tensor, down: Tensor, *tickets: Tensor) -> Tensor:
         """What the experts, whose matrices are given, make of what is on its way, summed by token."""

@@ -75,18 +75,26 @@ class ExpertGroup(ExpertRanks):
             choice_NC = torch.full_like(choice_NC, -1).flatten().scatter_(0, rows.choices, served).view_as(choice_NC)
         return all_gather(choice_NC, self._tensor_group).flatten(0, 1)
 
-    def send(self, x_ND: Tensor, gates_NC: Tensor, rows: Rows, told: Tensor) -> Callable[[Experts], Tensor]:
+    def apply(
+        self,
+        experts: Experts,
+        x_ND: Tensor,
+        gates_NC: Tensor,
+        rows: Rows,
+        told: Tensor,
+        shared: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         if self._group is not None:
-            return self._send_rows(x_ND, gates_NC, rows, told, self._group)
+            return self._exchange(experts, x_ND, gates_NC, rows, told, shared, self._group)
         if self._tensor_group is None:
-            return super().send(x_ND, gates_NC, rows, told)
+            return super().apply(experts, x_ND, gates_NC, rows, told, shared)
         if torch.is_grad_enabled():
             rows = sort_rows(told.clamp(min=0), self._config.experts)
             if self._config.capacity != "dropless":
                 rows = keep_rows(rows, (told >= 0).flatten()[rows.choices], told)
         x_ND, gates_NC = (self._tensor.gather(each[None])[0] for each in (x_ND, gates_NC))
-        finish = super().send(x_ND, gates_NC, rows, told)
-        return lambda experts: self._sum(finish(experts))
+        y_ND = self._sum(super().apply(experts, x_ND, gates_NC, rows, told))
+        return y_ND if shared is None else y_ND + shared()
 
     # How large what comes is depends on the data: nothing for the compiler.
     @torch.compiler.disable
@@ -100,21 +108,26 @@ class ExpertGroup(ExpertRanks):
         return torch.cat((sent[None], every)).cpu()
 
     @torch.compiler.disable
-    def _send_rows(
-        self, x_ND: Tensor, gates_NC: Tensor, rows: Rows, told: Tensor, group: dist.ProcessGroup
-    ) -> Callable[[Experts], Tensor]:
+    def _exchange(
+        self,
+        experts: Experts,
+        x_ND: Tensor,
+        gates_NC: Tensor,
+        rows: Rows,
+        told: Tensor,
+        shared: Callable[[], Tensor] | None,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         over_tensor = self._over_tensor()
         plans = plans_of(told, 0 if over_tensor is None else self._tensor.rank, x_ND.device)
         exchange = Exchange(group, over_tensor, plans, rows, gates_NC.dtype)
         tickets = send_rows(x_ND, gates_NC, exchange)
-
-        @torch.compiler.disable
-        def finish(experts: Experts) -> Tensor:
-            y_ND: Tensor = experts(*tickets, through=exchange.compute)
-            # Without gradients all tensor ranks have the same tokens, and sums over their own parts of the experts.
-            return y_ND if torch.is_grad_enabled() or self._tensor_group is None else self._sum(y_ND)
-
-        return finish
+        shared_ND = None if shared is None else shared()  # while rows are on their way
+        y_ND: Tensor = experts(*tickets, through=exchange.compute)
+        # Without gradients all tensor ranks have the same tokens, and sums over their own parts of the experts.
+        if self._tensor_group is not None and not torch.is_grad_enabled():
+            y_ND = self._sum(y_ND)
+        return y_ND if shared_ND is None else y_ND + shared_ND
 
     def _over_tensor(self) -> dist.ProcessGroup | None:
         """The tensor ranks where these have tokens of their own."""
