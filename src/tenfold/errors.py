@@ -1,5 +1,15 @@
-"""The one error meant for people: the command line prints it as one message and exits with code 2."""
+"""The errors meant for people: the command line prints each as one message."""
 
 
 class TenfoldError(Exception):
-    """Something the user can put right: the message names what was wrong, where, and what would be right."""
+    """Something the user can put right: the message names what was wrong, where, and what would be right.
+
+    The command line exits with code 2.
+    """
+
+
+class RanksLost(Exception):  # noqa: N818 - what happened
+    """Another rank died, hung, or stopped for a reason of its own: the run may go on when it is resumed.
+
+    The command line exits with code 75.
+    """

@@ -6,6 +6,7 @@ import argparse
 import fcntl
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from tenfold.cli.ranks import on_ranks
 from tenfold.config.load import build, dump_toml, leaves, load_run, parse_flags, read_toml
 from tenfold.config.parallel import ParallelConfig
 from tenfold.config.run import EnergyConfig, RunConfig
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from tenfold.data.mixture import TrainingData
     from tenfold.parallel.launch import World
+    from tenfold.parallel.logs import RankLog
     from tenfold.training.run import Run
 
 USAGE = """usage: tenfold train RUN.toml [--out FOLDER] [--resume] [--dry-run] [flags]
@@ -44,11 +47,15 @@ _FREE = {"training.log_every", "training.validate_every", "training.device", "ch
 _FREE |= {f"energy.{key}" for key in EnergyConfig.model_fields}
 _FREE |= {f"parallel.{key}" for key in ParallelConfig.model_fields}
 
-_BEGINNING = {".lock", "tokenizer.json"}
+_BEGINNING = {".lock", "tokenizer.json", "logs"}
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; TenfoldError tells what the user can put right."""
+    """Run the command, on one process or as one of many; TenfoldError tells what the user can put right."""
+    return on_ranks(lambda world, log: _main(argv, world, log))
+
+
+def _main(argv: list[str], world: World, log: RankLog | None) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         list(parse_flags(RunConfig(), ["--help"], "tenfold train RUN.toml"))
@@ -63,7 +70,7 @@ def main(argv: list[str]) -> int:
     config = load_run(arguments.run, flags)
     if arguments.dry_run:
         return dry_run(config)
-    return train(config, arguments.out or Path("runs") / arguments.run.stem, arguments.resume)
+    return train(config, arguments.out or Path("runs") / arguments.run.stem, arguments.resume, world, log)
 
 
 def dry_run(config: RunConfig) -> int:
@@ -100,21 +107,32 @@ def expected_vocabulary(config: RunConfig) -> tuple[int, int | None]:
     return config.data.vocab_size, None
 
 
-def train(config: RunConfig, folder: Path, resume: bool) -> int:
+def train(config: RunConfig, folder: Path, resume: bool, world: World, log: RankLog | None) -> int:
     """Train in the run directory `folder`; the exit code. A signal saves, and is no failure."""
-    from tenfold.parallel.launch import open_world, world_of
-
-    world = world_of(dict(os.environ))
     if world.first:
         started = _check_folder(folder, resume)
 
     # Imported here, and only now: PyTorch takes seconds, and a mistake in the arguments should be told at once.
     from tenfold.hardware.device import pick_device
+    from tenfold.parallel.launch import open_world
 
     device = pick_device(config.training.device)
-    with open_world(device.type, config.parallel.timeout) as world:
+    with open_world(world, device.type, config.parallel.timeout):
         started = world.agreed(started if world.first else False)
+        if log is not None:
+            _open_log(log, folder, device, world)
         return _train(config, folder, started, device, world)
+
+
+def _open_log(log: RankLog, folder: Path, device: torch.device, world: World) -> None:
+    """Let each rank's output go to the run directory, which all of them must see."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    where = f"{socket.gethostname()}, {device}{f':{world.local_rank}' if device.type == 'cuda' else ''}"
+    header = f"rank {world.rank} of {world.size} on {where}, process {os.getpid()}, restart {attempt}"
+    first = [str(log.open(folder, header).resolve())] if world.first else []
+    world.check_seen(first, "which is in the run directory")
+    if not world.first:
+        log.open(folder, header)
 
 
 def _check_folder(folder: Path, resume: bool) -> bool:
@@ -144,10 +162,12 @@ def _train(config: RunConfig, folder: Path, started: bool, device: torch.device,
     from tenfold.training.stages import plan_stages
 
     keep_freed_memory()
-    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    if world.size == 1:  # of many, each was given its own
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     plan_stages(config)  # its faults are told before any text is read
     given = config
-    config = world.by_first(lambda: _decided(given, folder, started, device))  # text is prepared by one process
+    config, prepared = world.at_leisure("preparing data", lambda: _decided(given, folder, started, device))
+    world.check_seen(prepared, "which is the prepared data (data.path, data.cache)")
     data = open_data(config.data)
     assert config.model.vocab_size is not None
     check_tokens(data, config.model.vocab_size)
@@ -196,16 +216,17 @@ def _train(config: RunConfig, folder: Path, started: bool, device: torch.device,
     return 0
 
 
-def _decided(config: RunConfig, folder: Path, started: bool, device: torch.device) -> RunConfig:
-    """The configuration with everything decided that was left open, once the data is there."""
+def _decided(config: RunConfig, folder: Path, started: bool, device: torch.device) -> tuple[RunConfig, list[str]]:
+    """The configuration with everything decided that was left open, once the data is there; where that is."""
     from tenfold.data.mixture import data_as_prepared, open_data
     from tenfold.training.setup import resolve
 
     data = open_data(config.data)
+    paths = [str(part.path.resolve()) for part in data.parts.values()]
     config = config.model_copy(update={"data": data_as_prepared(config.data, data)})
     if started:
-        return _same_config(config, folder, data, device)
-    return resolve(config, data.vocab_size, device, data.mask_token(), data.end_of_text)
+        return _same_config(config, folder, data, device), paths
+    return resolve(config, data.vocab_size, device, data.mask_token(), data.end_of_text), paths
 
 
 def _begin(folder: Path, config: RunConfig, data: TrainingData) -> None:

@@ -41,6 +41,7 @@ from tenfold.nn.decoder import Decoder
 from tenfold.parallel.launch import ONE, World
 from tenfold.parallel.layout import Layout
 from tenfold.parallel.mesh import Degrees, Mesh
+from tenfold.parallel.watch import doing
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.tying import Sharing
 from tenfold.sharing.upcycling import tolerance
@@ -129,12 +130,14 @@ class Run:
 
     def _stop(self, reason: str) -> None:
         self.stop_reason = reason
-        self.note(f"{reason}: saving after this step; once more to stop at once")
+        if self.world.size == 1:  # of many, torchrun stops those that are left when one failed: these do not save
+            self.note(f"{reason}: saving after this step; once more to stop at once")
 
     def _is_to_stop(self) -> bool:
         """Whether a signal came to any rank; all then have its name."""
         if not self.layout.alone and self.layout.largest(torch.tensor(int(self.stop_reason is not None))):
             self.stop_reason = next(reason for reason in self.layout.of_all(self.stop_reason) if reason)
+            self.note(f"{self.stop_reason}: saving; once more to stop at once")
         return self.stop_reason is not None
 
     def open_start(self) -> None:
@@ -161,6 +164,7 @@ class Run:
         if self.stages[self.place.stage].rule is not None or self.place.ends:
             self._plan(Sharing.load(manifest))
         self._build(self.stages[self.place.stage])
+        doing(f"reading {path.name}")
         fill_tensors(self._weights(), open_tensors(path / WEIGHTS), "weights", self.layout)
         load_state_tensors(self.model, self.optimizers, open_tensors(path / OPTIMIZER), self.layout)
         return self.place.step
@@ -210,10 +214,13 @@ class Run:
         with Signals(self._stop), self.energy.open(self.device, self.config.energy.watts, place, self.note):
             try:
                 return self._train()
-            except Exception as error:  # told, then raised on
+            except Exception as raised:  # told, then raised on
+                error = self.world.explained(raised)
                 with contextlib.suppress(OSError):  # where the disk is full
                     self.emit({"event": "error", "step": place.step, "text": str(error) or type(error).__name__})
-                raise
+                if error is raised:
+                    raise
+                raise error from None
 
     def _train(self) -> bool:
         place = self.place
@@ -243,6 +250,7 @@ class Run:
         return {"started_from": self._start.describe() | self._measure(self.stages[0].config, freed, self.stages[0], 0)}
 
     def _build(self, stage: Stage) -> None:
+        doing("building the model")
         self.layout = self._layout(self.stages.index(stage), stage.sharing)
         self.model = self.layout.build(self.config.training.seed)
         self.optimizers = build_optimizers(self.model, self.config.optim, self.layout)
@@ -263,6 +271,7 @@ class Run:
         """One step, and what is due after it: metrics, validation, checkpoint."""
         config, place = self.config, self.place
         began = time.monotonic()
+        doing("loading data", place.step + 1)
         coming = self._coming(stage, place.step)
         batch, first, pieces = coming.batch, coming.first_sample, coming.pieces
         rate = learning_rate(config.optim, self.stages, stage, place.step)
@@ -326,6 +335,7 @@ class Run:
     def _validate(self, stage: Stage) -> float | None:
         if self.validation is None:
             return None
+        doing("validation")
         batch = self.config.training.micro_batch_size or stage.batch_size
         told = self.validation.evaluate(self.model, batch)
         self.emit({"event": "validation", **self._where(stage), **told})
@@ -337,6 +347,7 @@ class Run:
         training = self.config.training
         for asked, subject in self.asked:
             if due(asked):
+                doing(f"evaluation {asked.name}")
                 values = evaluate(
                     self.model, subject, training.micro_batch_size or stage.batch_size, training.loss_chunk
                 )
@@ -364,6 +375,7 @@ class Run:
 
     def _observe(self, stage: Stage) -> None:
         """What a report shows besides the loss: how alike the layers are, and what the model writes."""
+        doing("a look at the layers, and a sample")
         self._emit_similarity(stage)
         self._written = self._write()
         if self._written is not None:
@@ -426,6 +438,7 @@ class Run:
         at in fp32, and with no token dropped.
         `config` says what moments freed layers start from, `coming_of` is the stage that the coming steps are of.
         """
+        doing("delinking")
         began, stored = time.monotonic(), count(self.layout.whole, 1).stored
         probe = torch.from_numpy(self._some_text.batch(0, 1)).to(self.device)[:, :-1]
         start, former = self.place.step, self.layout
@@ -475,6 +488,7 @@ class Run:
         return self.validation.first if self.validation else next(iter(self.train.sources.values()))
 
     def _save(self, stage: Stage) -> None:
+        doing("saving")
         self._where(stage)
         place = {
             "place": vars(self.place),

@@ -18,6 +18,7 @@ from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
 from tenfold.nn.objective import Example, cut_sequences, loss_sum, make_example
 from tenfold.parallel.pieces import local_of
 from tenfold.parallel.rank import ALONE, Rank, clip_gradients, gradient_norm
+from tenfold.parallel.watch import doing
 from tenfold.training.optimizers import set_learning_rate
 
 
@@ -53,12 +54,14 @@ def train_step(
     micro_batches, valid_tokens = micro_batches_of(batch_BS, config, first_sample, pieces, rank)
 
     # Forward and backward, micro-batch by micro-batch; gradients add up.
+    doing("forward and backward", step)
     loss_parts = statistics_parts_LS = torch.zeros((), device=batch_BS.device)
     for number, part in enumerate(micro_batches, start=1):
         rank.begin_pass(model, last=number == len(micro_batches))
         loss, statistics_LS = backward(model, part, valid_tokens, config)
         loss_parts = loss_parts + loss
         statistics_parts_LS = statistics_parts_LS + statistics_LS
+    doing("gradients")
     rank.add_gradients(model)
     total_loss, total_statistics_LS = rank.total(loss_parts, statistics_parts_LS)
 
@@ -77,6 +80,7 @@ def train_step(
     if config.optim.clip:
         clip_gradients(list(model.parameters()), config.optim.clip, norm)
 
+    doing("optimizer step")
     set_learning_rate(optimizers, rate)
     for optimizer in optimizers:
         optimizer.step()

@@ -1,0 +1,124 @@
+"""A command that many processes run together: who tells what went wrong, and with which code each ends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from tenfold.cli.help import error_lines
+from tenfold.errors import RanksLost, TenfoldError
+from tenfold.parallel.launch import World, join, world_of
+
+if TYPE_CHECKING:
+    from tenfold.parallel.logs import RankLog
+
+_LINGER = 4.0  # seconds in which others are to hear why this rank ends: torchrun ends them when it has
+
+
+def on_ranks(work: Callable[[World, RankLog | None], int]) -> int:
+    """The exit code of `work`, which is told of the processes and given this rank's log; a lone process has none.
+
+    On many ranks what all of them meet alike is told once, what one meets with its number, and the process ends here.
+    """
+    world = world_of(os.environ)
+    if world.size == 1:
+        return work(world, None)
+    from tenfold.parallel.logs import RankLog
+    from tenfold.parallel.watch import leave
+
+    log = RankLog(world.rank)
+    try:
+        world = join(world, log)
+        former = signal.signal(signal.SIGTERM, _end_by_default)
+        _ending.append(world)
+        code = work(world, log)
+        signal.signal(signal.SIGTERM, former)
+        if world.watch is not None:
+            world.watch.stop()
+    except BaseException as error:
+        code = _ended(world, log, error)
+    leave(code)
+    return code
+
+
+_ending: list[World] = []
+
+
+def _end_by_default(number: int, _frame: FrameType | None) -> None:
+    """torchrun ends what is left when a rank failed; those that are about to tell of it go on."""
+    if not any(world.watch is not None and world.watch.ending for world in _ending):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _ended(world: World, log: RankLog, error: BaseException) -> int:
+    """Tell of what ended this rank; its exit code."""
+    from tenfold.parallel.watch import RESUME
+
+    if isinstance(error, Exception):
+        error = world.explained(error)
+    watch = world.watch
+    if watch is not None:
+        watch.ending = True
+    if isinstance(error, RanksLost):
+        if watch is None:
+            log.tell(error_lines(f"tenfold: {error}"))
+        else:
+            if watch.lost is None:  # not known to the others yet
+                watch.accuse(str(error), "lost")
+            watch.say_lost(error)
+            time.sleep(_LINGER / 2)
+        return RESUME
+    if isinstance(error, SystemExit) or watch is None:
+        text, code = str(error), error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 2
+        if watch is None:
+            log.tell(error_lines(f"tenfold: {text}"))
+        return code
+    text, code = _told(error)
+    log.write(f"tenfold: {text}")
+    watch.accuse(text)
+    _say(world, log, text)
+    return code
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    """What is told of an error, and the exit code."""
+    if isinstance(error, TenfoldError):
+        return str(error), 2
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.filename or 'a file'}: {error.strerror}", 2
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", 130
+    return f"{type(error).__name__}: {error}\n" + "".join(traceback.format_exception(error)), 1
+
+
+def _say(world: World, log: RankLog, text: str) -> None:
+    """Print an error of this rank: once, by rank 0, if all have it alike; else by the first that has it, by number."""
+    watch = world.watch
+    assert watch is not None
+    key = f"error/{hashlib.sha256(text.encode()).hexdigest()}"
+    try:
+        number = watch.store.add(key, 1)
+        began = time.monotonic()
+        while (having := watch.store.add(key, 0)) < world.size and time.monotonic() - began < _LINGER:
+            time.sleep(0.1)
+    except RuntimeError:  # the store went with its keeper
+        number, having = 1, 1
+    if having == world.size:
+        if world.first:
+            log.tell(error_lines(f"tenfold: {text}"))
+    elif number == 1:
+        others = f" and {having - 1} others" if having > 1 else ""
+        log.tell(
+            error_lines(
+                f"tenfold: {watch.named([world.rank]) if watch.peers else f'rank {world.rank}'}{others}: {text}"
+            )
+        )
+    sys.stdout.flush()
