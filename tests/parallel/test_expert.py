@@ -22,7 +22,10 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param(each, marks=pytest.mark.slow if each.ranks > 2 else (), id=str(each)) for each in LAYOUTS],
+)
 def test_loss_statistics_and_every_gradient_are_those_of_one_rank(degrees):
     names = [name for name in SHAPES if degrees.expert < 4 or "many" not in name]  # four ranks, of two experts each
     on_ranks(degrees.ranks, "parallel.cases_expert:equal_to_one_rank", degrees, names)
