@@ -11,6 +11,7 @@ import torch.distributed as dist
 from collectives import Collectives
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
+from tenfold.errors import TenfoldError
 from tenfold.parallel.layout import Layout
 from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.sharing.delinking import delink
@@ -39,6 +40,9 @@ def batch_of(config: RunConfig, step: int, first: int, count: int) -> torch.Tens
 def steps(raw: dict[str, Any], world: int) -> dict[str, Any]:
     """Losses, gradient norms and statistics of a run's steps, and on rank 0 the weights after them."""
     config = build(RunConfig, raw, "run.toml")
+    if config.data.document_mask:  # as `setup.resolve` does once it knows the data
+        ended = config.model.model_copy(update={"document_end": config.data.end_of_text})
+        config = config.model_copy(update={"model": ended})
     stages = plan_stages(config)
     degrees = degrees_of_stages(config, stages, world)
     found: dict[str, Any] = {"losses": [], "norms": [], "statistics": []}
@@ -58,8 +62,8 @@ def steps(raw: dict[str, Any], world: int) -> dict[str, Any]:
         for step in range(stage.first_step, stage.last_step):
             first = layout.mesh.data_index * mine
             batch, rate = batch_of(config, step, first, mine), learning_rate(config.optim, stages, stage, step)
-            sample = stage.sample_at(step) + first
-            result = train_step(model, optimizers, batch, step + 1, rate, config, sample, 1, layout)
+            sample, pieces = stage.sample_at(step) + first, stage.sequence_length // stage.length_at(step)
+            result = train_step(model, optimizers, batch, step + 1, rate, config, sample, pieces, layout)
             found["losses"].append(result.loss)
             found["norms"].append(result.grad_norm)
             found["statistics"].append(result.statistics)
@@ -79,8 +83,14 @@ def weights_of(layout: Layout, model: Any) -> dict[str, torch.Tensor]:
 
 
 def many(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`steps` of each of several runs."""
-    return [steps(raw, dist.get_world_size()) for raw in raws]
+    """`steps` of each of several runs, or the words by which one is `refused`."""
+    found = []
+    for raw in raws:
+        try:
+            found.append(steps(raw, dist.get_world_size()))
+        except TenfoldError as error:
+            found.append({"refused": str(error)})
+    return found
 
 
 def counted(raw: dict[str, Any], world: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "context": (2, {"context": 2}),
     "expert": (2, {"data_shard": 2, "expert": 2}),
     "pipeline": (2, {"pipeline": 2}),
+    "replicate x pipeline": (4, {"data_replicate": 2, "pipeline": 2}),
     "replicate x shard": (4, {"data_replicate": 2, "data_shard": 2}),
     "shard x tensor": (4, {"data_shard": 2, "tensor": 2}),
     "shard x context": (4, {"data_shard": 2, "context": 2}),
@@ -86,6 +87,94 @@ STAGES: dict[str, list[dict[str, Any]]] = {
 PASSES = (1, 2)
 
 
+# What a run may ask besides: name -> (model, what differs in its run file). Each on two ranks along every axis.
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "encoder": ("dense", {"model": {"objective": "masked", "mask_token": 48, "norm_position": "post"}}),
+    "document masks": ("mixture", {"data": {"document_mask": True, "end_of_text": 3}}),
+    "grouped-query attention": ("dense", {"model": {"heads": 6, "kv_heads": 2, "hidden": 24}}),
+    "sandwich": ("dense", {"stages": [{"sharing": "sandwich"}]}),
+    "cycle": ("mixture", {"stages": [{"sharing": {"cycle": 2}}]}),
+    "parts: attention": ("dense", {"stages": [{"sharing": "all", "parts": ["attention"]}]}),
+    "parts: experts": ("mixture", {"stages": [{"sharing": "all", "parts": ["experts"]}]}),
+    "rank 2 differences": (
+        "dense",
+        {
+            "stages": [
+                {"name": "relaxed", "sharing": "all", "rank": 2, "until": {"steps": 3}},
+                {"name": "real", "sharing": "none"},
+            ]
+        },
+    ),
+    "experts that share": (
+        "mixture",
+        {
+            "stages": [
+                {"name": "sets", "sharing": "all", "experts": "prototype", "until": {"steps": 3}},
+                {"name": "real", "sharing": "all"},
+            ]
+        },
+    ),
+    "expert capacity": ("mixture", {"model": {"moe": {**MIXTURE["moe"], "capacity": "k", "capacity_factor": 1.0}}}),
+    "recompute full": ("mixture", {"training": {"recompute": "full"}}),
+    "recompute selective": ("mixture", {"training": {"recompute": "selective"}}),
+    "sequences in pieces": ("dense", {"stages": [{"sharing": "none", "sequence_length": 8}]}),
+    "updates not divided": ("dense", {"optim": {"divide_shared": False}, "stages": [{"sharing": "all"}]}),
+    "no clipping": ("dense", {"optim": {"clip": 0.0}}),
+    "muon": ("dense", {"optim": {"name": "muon"}}),
+    "adafactor": ("dense", {"optim": {"name": "adafactor"}}),
+    "moments: measure": (
+        "dense",
+        {
+            "stages": [
+                {"name": "pseudo", "sharing": "all", "until": {"steps": 3}},
+                {"name": "real", "sharing": "none", "moments": "measure"},
+            ]
+        },
+    ),
+    "until: auto": (
+        "dense",
+        {
+            "stages": [
+                {
+                    "name": "pseudo",
+                    "sharing": "all",
+                    "until": {"auto": "correlation", "at_most": {"steps": 4}, "every": 1},
+                },
+                {"name": "real", "sharing": "none"},
+            ]
+        },
+    ),
+}
+
+SINGLE = ("replicate", "shard", "tensor", "context", "expert", "pipeline")
+"""The layouts of one axis."""
+
+REFUSED = (
+    {("adafactor", axis): "does not train on several ranks" for axis in SINGLE}
+    | {(feature, axis): "needs one rank" for feature in ("moments: measure", "until: auto") for axis in SINGLE}
+    | {("muon", "tensor"): "whole matrices"}
+)
+"""What is refused, with a message that says so: (feature, layout) -> words of it."""
+
+LOOSER = {"muon": 300.0}
+"""Muon's iteration in bf16 depends on the order of sums: one process that cuts a batch otherwise is off by 1e-3. So
+many times the tolerance of the others."""
+
+
+def feature_file(layout: str, feature: str) -> dict[str, Any]:
+    """The run file of a feature."""
+    model, changes = FEATURES[feature]
+    raw = run_file(layout, model, "real", 1)
+    for section, values in changes.items():
+        raw[section] = {**raw[section], **values} if isinstance(values, dict) else values
+    return raw
+
+
+def features(layout: str) -> list[str]:
+    """Those that say something of a layout: expert ranks need experts."""
+    return [name for name, (model, _) in FEATURES.items() if model == "mixture" or layout != "expert"]
+
+
 def run_file(layout: str, model: str, stages: str, passes: int) -> dict[str, Any]:
     """The run file of one entry, for its ranks; one rank runs the same without its `parallel` section."""
     _, degrees = LAYOUTS[layout]
@@ -114,3 +203,30 @@ def entries(layout: str) -> list[tuple[str, str, int]]:
     unfit = "dense" if "expert" in layout else "mixture" if "grid" in layout else None
     models = [model for model in MODELS if model != unfit]
     return [(model, stages, passes) for model in models for stages in STAGES for passes in PASSES]
+
+
+def matrix() -> str:
+    """Two tables in Markdown: which axes are proved together, and which features with each axis."""
+    names = dict(zip(SINGLE, ("data_replicate", "data_shard", "tensor", "context", "expert", "pipeline"), strict=True))
+    lines = ["| | " + " | ".join(SINGLE) + " |", "|---" * (len(SINGLE) + 1) + "|"]
+    for mine in SINGLE:
+        cells = []
+        for other in SINGLE:
+            found = [
+                ranks
+                for ranks, degrees in LAYOUTS.values()
+                if degrees.get(names[mine], 1) > 1 and degrees.get(names[other], 1) > 1
+            ]
+            cells.append(f"on {min(found)}" if found else "not tried")
+        lines.append(f"| **{mine}** | " + " | ".join(cells) + " |")
+    lines += ["", "| | " + " | ".join(SINGLE) + " |", "|---" * (len(SINGLE) + 1) + "|"]
+    for feature in FEATURES:
+        cells = [
+            "refused" if (feature, axis) in REFUSED else "equal" if feature in features(axis) else "" for axis in SINGLE
+        ]
+        lines.append(f"| {feature} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(matrix(), end="")

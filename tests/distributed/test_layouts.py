@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from distributed.cases import steps
-from distributed.layouts import LAYOUTS, entries, run_file
+from distributed.layouts import LAYOUTS, LOOSER, REFUSED, SINGLE, entries, feature_file, features, matrix, run_file
 from ranks import on_ranks
 
 
@@ -26,6 +27,20 @@ def wanted(raw: dict[str, Any]) -> dict[str, Any]:
     return on_one_rank(json.dumps(alone))
 
 
+def assert_equal(found: list[dict[str, Any]], want: dict[str, Any], said: str, looser: float = 1.0) -> None:
+    """What every rank says of a run is what one process does."""
+    for rank in found:
+        assert rank["losses"] == pytest.approx(want["losses"], abs=4e-6 * looser), said
+        assert rank["norms"] == pytest.approx(want["norms"], rel=2e-5 * looser), said
+        for mine, theirs in zip(rank["statistics"], want["statistics"], strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5, msg=said)
+    weights = found[0]["weights"]
+    assert weights.keys() == want["weights"].keys()
+    for name, weight in weights.items():
+        error = (weight - want["weights"][name]).abs().max().item()
+        assert error < 1e-5 * looser, f"{said}: {name} is off by {error}"
+
+
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=pytest.mark.slow if ranks > 4 else ()) for name, (ranks, _) in LAYOUTS.items()],
@@ -36,14 +51,25 @@ def test_a_layout_trains_as_one_process_does(layout: str) -> None:
     raws = [run_file(layout, *entry) for entry in listed]
     found = on_ranks(ranks, "distributed.cases:many", raws)
     for number, (entry, raw) in enumerate(zip(listed, raws, strict=True)):
-        want, said = wanted(raw), f"{layout}: {entry}"
-        for rank in found:
-            assert rank[number]["losses"] == pytest.approx(want["losses"], abs=4e-6), said
-            assert rank[number]["norms"] == pytest.approx(want["norms"], rel=2e-5), said
-            for mine, theirs in zip(rank[number]["statistics"], want["statistics"], strict=True):
-                torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-5, msg=said)
-        weights = found[0][number]["weights"]
-        assert weights.keys() == want["weights"].keys()
-        for name, weight in weights.items():
-            error = (weight - want["weights"][name]).abs().max().item()
-            assert error < 1e-5, f"{said}: {name} is off by {error}"
+        assert_equal([rank[number] for rank in found], wanted(raw), f"{layout}: {entry}")
+
+
+@pytest.mark.parametrize("layout", SINGLE)
+def test_what_a_run_may_ask_works_along_every_axis_or_is_refused(layout: str) -> None:
+    ranks, _ = LAYOUTS[layout]
+    listed = features(layout)
+    raws = [feature_file(layout, feature) for feature in listed]
+    found = on_ranks(ranks, "distributed.cases:many", raws)
+    for number, (feature, raw) in enumerate(zip(listed, raws, strict=True)):
+        results = [rank[number] for rank in found]
+        refused = REFUSED.get((feature, layout))
+        if refused is None:
+            assert not any("refused" in result for result in results), (feature, results)
+            assert_equal(results, wanted(raw), f"{layout}: {feature}", LOOSER.get(feature, 1.0))
+        else:
+            assert all(refused in result["refused"] for result in results), (feature, results)
+
+
+def test_the_page_has_the_tables_of_these_tests() -> None:
+    page = Path(__file__).parents[2] / "docs" / "parallel.md"
+    assert matrix() in page.read_text(encoding="utf-8")

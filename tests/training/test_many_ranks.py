@@ -38,7 +38,8 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     for event, same in zip(of_kind(one, "validation"), of_kind(other, "validation"), strict=True):
         assert event["validation_loss"] == pytest.approx(same["validation_loss"], abs=2e-5)
     for event, same in zip(of_kind(one, "similarity"), of_kind(other, "similarity"), strict=True):
-        torch.testing.assert_close(torch.tensor(event["ffn"]), torch.tensor(same["ffn"]), atol=1e-4, rtol=0)
+        for part in ("attention", "ffn"):
+            torch.testing.assert_close(torch.tensor(event[part]), torch.tensor(same[part]), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -154,6 +156,22 @@ def _blank(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return found.__new__(found)
 
 
+_plainly: ContextVar[bool] = ContextVar("plainly", default=False)
+
+
+@contextmanager
+def read_plainly() -> Iterator[None]:
+    """While open, an attribute that has a difference is the parameter alone: for who looks for parameters by name."""
+    token = _plainly.set(True)
+    try:
+        yield
+    finally:
+        _plainly.reset(token)
+
+
 def _read(module: nn.Module, name: str) -> Tensor:
     parameters: dict[str, Any] = module._parameters
+    if not torch.compiler.is_compiling() and _plainly.get():
+        plain: Tensor = parameters[name]
+        return plain
     return low_rank_sum(parameters[name], parameters[name + LEFT], parameters[name + RIGHT])

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tenfold.config.parallel import ParallelConfig
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.low_rank import differing, read_plainly
 from tenfold.nn.moe import MixtureOfExperts
 from tenfold.parallel.mesh import Mesh
 
@@ -88,6 +89,21 @@ def _shares(column: Sequence[nn.Module]) -> bool:
     """Whether any two of these modules hold a parameter in common."""
     parameters = [parameter for module in column for parameter in set(module.parameters())]
     return len(set(parameters)) < len(parameters)
+
+
+def look_again(model: Decoder) -> None:
+    """Have FSDP2 find the memory that its parameters have got.
+
+    It finds them by name, now and once more before it first gathers them: so that happens here, where a name is that of
+    the parameter, and not of its sum with a layer's difference.
+    """
+    with read_plainly():
+        model._apply(lambda tensor: tensor)
+        if any(differing(module) for module in model.modules()):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+                    module.reshard()
 
 
 def begin_pass(model: Decoder, config: ParallelConfig, shards: int, last: bool) -> None:

@@ -49,7 +49,7 @@ class Layout(Rank):
     ) -> None:
         self.mesh, self.config, self.model_config, self.sharing = mesh, config, model, sharing
         self.device, self.alone, self.number = device, mesh.degrees.ranks == 1, mesh.rank
-        self.ranks, self.data = mesh.degrees.ranks, mesh.degrees.data
+        self.ranks, self.data, self.tensor = mesh.degrees.ranks, mesh.degrees.data, mesh.degrees.tensor
         self._decoder = (model, positions, dtype, recompute)
         whole = self.whole
         self.shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
@@ -86,8 +86,9 @@ class Layout(Rank):
 
     def build(self, seed: int | None = None) -> Decoder:
         """The model with initial weights; without a `seed` they are whatever memory holds."""
+        others = self.others  # made first: it has tensors of its own, which are to have memory
         with torch.device("meta"):
-            model = Decoder(*self._decoder, self.others)
+            model = Decoder(*self._decoder, others)
         tie(model.layers, self.sharing)
         cut(model, self.splits)
         by_expert = {parameter for name, parameter in model.named_parameters() if self.splits[name].by_expert}
@@ -99,7 +100,9 @@ class Layout(Rank):
             shard(model, [[layers[at] for at in run] for run in runs], by_expert, self.mesh, self.config)
         materialize(model, self.device)
         if not self.alone:
-            model._apply(lambda tensor: tensor)  # FSDP2 looks at the memory that its parameters have now
+            from tenfold.parallel.data import look_again
+
+            look_again(model)
         if seed is not None:
             initialize(model, seed, None if self.alone else self._held)
         return model

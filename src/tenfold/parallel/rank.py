@@ -25,6 +25,8 @@ class Rank:
     ranks = 1
     data = 1
     """Ranks that have samples of their own."""
+    tensor = 1
+    """Ranks that split every layer."""
 
     def begin_pass(self, model: Decoder, last: bool) -> None:
         """Before a micro-batch, the `last` of a step or not."""

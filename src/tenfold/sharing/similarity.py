@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +23,20 @@ def seen_layers(layers: int) -> list[int]:
 @torch.no_grad()
 def layer_similarity(
     parts: Sequence[nn.Module],
-    own: Callable[[Tensor], Tensor] = lambda weight: weight,
+    weights: Callable[[nn.Module], Iterable[Tensor]] = matrices_inside,
     total: Callable[[Tensor], Tensor] = lambda products: products,
 ) -> list[list[float]]:
     """Cosine of the angle between the weights of each two layers, [L, L], from the same part of each (its attention).
 
     A part's weights are one long vector: all its parameters, end to end, with a layer's own differences added. Parts of
     layers that share all of them are looked at once. Costs one pass over the weights and a product of them for each
-    pair. Of many ranks each looks at what it has `own` of a weight, and `total` adds up the products of all.
+    pair. Of many ranks each looks at what it has of the `weights` of a part, and `total` adds up their products.
     """
     keys = [tuple(part.parameters()) for part in parts]
     distinct = list(dict(zip(keys, parts, strict=True)).values())
     products_BB = torch.zeros(len(distinct), len(distinct), dtype=torch.float64)
-    for same in zip(*(matrices_inside(module) for module in distinct), strict=True):
-        flat = [own(weight).reshape(-1) for weight in same]
+    for same in zip(*(weights(module) for module in distinct), strict=True):
+        flat = [weight.reshape(-1) for weight in same]
         for begin in range(0, flat[0].numel(), _CHUNK):
             piece_BC = torch.stack([weight[begin : begin + _CHUNK].float() for weight in flat])
             products_BB += (piece_BC @ piece_BC.T).double().cpu()

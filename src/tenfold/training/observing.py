@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenfold.config.run import EvaluationConfig, RunConfig
 from tenfold.data.mixture import TrainingData
@@ -18,6 +18,7 @@ from tenfold.evaluation.generation import generate
 from tenfold.evaluation.inference import inference
 from tenfold.evaluation.sets import EvaluationSet, TextTokenizer, read_set
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.low_rank import held_inside, matrices_inside
 from tenfold.parallel.layout import Layout
 from tenfold.parallel.pieces import local_of
 from tenfold.sharing.similarity import layer_similarity, seen_layers
@@ -52,20 +53,19 @@ def similarity(model: Decoder, layout: Layout) -> dict[str, Any] | None:
     if layout.degrees.pipeline > 1 or (not layout.alone and layout.sharing.rank):
         return None
     layout.let_go(model)
-    copies: Mapping[Any, int] = layout.copies(model)
-
-    def own(weight: Tensor) -> Tensor:
-        count = copies.get(weight, 1)
-        return local_of(weight) if count == 1 else local_of(weight) * count**-0.5
-
     seen = seen_layers(len(layers))
     if len(seen) < 2:
         return None
+    copies = layout.copies(model)
+
+    def own(module: nn.Module) -> Iterator[Tensor]:
+        for weight in held_inside(module):
+            yield local_of(weight.detach()) * copies[weight] ** -0.5
+
+    weights = matrices_inside if layout.alone else own
     kinds = {
         part: layer_similarity(
-            [layers[layer].get_submodule(part) for layer in seen],
-            own,
-            lambda products: layout.total(products)[0],
+            [layers[layer].get_submodule(part) for layer in seen], weights, lambda products: layout.total(products)[0]
         )
         for part in ("attention", "ffn")
     }

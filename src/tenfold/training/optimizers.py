@@ -33,6 +33,11 @@ def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE) ->
             'optim.name = "adafactor" keeps means over whole rows and columns, and does not train on several ranks '
             "yet: take adamw or muon, or one rank"
         )
+    if rank.tensor > 1 and config.name == "muon":
+        raise TenfoldError(
+            f'optim.name = "muon" makes whole matrices orthogonal, and parallel.tensor = {rank.tensor} splits them: '
+            "take adamw, or data_shard in place of tensor"
+        )
     matrices, decayed, plain = [], [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
