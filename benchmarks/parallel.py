@@ -80,7 +80,7 @@ def worker(name: str, model: str, sharing: str, steps: int) -> None:
     from tenfold.hardware.memory import memory_used_bytes, peak_memory_bytes
     from tenfold.parallel.launch import open_world
     from tenfold.parallel.mesh import Mesh
-    from tenfold.parallel.traffic import Traffic
+    from tenfold.parallel.traffic import Collectives
     from tenfold.training.optimizers import build_optimizers
     from tenfold.training.setup import degrees_of_stages, layout_of
     from tenfold.training.stages import plan_stages
@@ -105,7 +105,7 @@ def worker(name: str, model: str, sharing: str, steps: int) -> None:
             return time.perf_counter() - began
 
         step()
-        with Traffic() as seen:
+        with Collectives() as seen:
             step()
         seconds = statistics.median(step() for _ in range(steps))
         told = layout.of_all((seen.bytes, len(seen.calls), peak_memory_bytes(device) - before))
