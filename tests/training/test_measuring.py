@@ -14,13 +14,14 @@ import torch
 from runs import final_state, losses, of_kind
 from tenfold.cli.main import main
 from tenfold.config.run import OptimConfig, RunConfig, TrainingConfig
+from tenfold.nn.objective import backward
 from tenfold.reporting.metrics import MetricsWriter
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import Sharing
 from tenfold.training.measuring import Coming, measure_moments
 from tenfold.training.optimizers import build_optimizers
-from tenfold.training.step import backward, micro_batches_of
+from tenfold.training.step import micro_batches_of
 
 MEASURE = """
 [[stages]]
@@ -58,7 +59,7 @@ def test_measured_moments_are_the_means_over_the_steps_of_a_plain_loop(
     for step in coming:
         parts, valid = micro_batches_of(step.batch, config, step.first_sample, 1)
         for part in parts:
-            backward(free, part, valid, config)
+            backward(free, part, valid, config.training.loss_chunk)
         for name, _ in free.layers[0].named_parameters():
             columns = [dict(layer.named_parameters())[name].grad for layer in free.layers]
             for first in (0, 2):

@@ -27,6 +27,14 @@ class ParallelConfig(Section):
     context: Degree = Field(1, description="Ranks that split every sequence.")
     pipeline: Degree = Field(1, description="Ranks that split the layers by depth.")
     expert: Degree = Field(1, description="Ranks that split the experts of a layer; divides data_shard x context.")
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"] = Field(
+        "1f1b",
+        description="In what order pipeline ranks go through micro-batches: gpipe (all forward passes, then all "
+        "backward); 1f1b (one of each in turn: less memory); interleaved-1f1b (several stages a rank: less waiting, "
+        "more messages); interleaved-zero-bubble and zbv (weight gradients fill the waiting; zbv goes up the ranks "
+        "and down again).",
+    )
+    pipeline_chunks: int = Field(2, gt=1, description="Stages of a rank, where the schedule interleaves them.")
     reshard: Literal["forward", "backward", "step"] = Field(
         "forward",
         description="After what data_shard ranks let go of each other's weights: every forward pass of a segment "
@@ -37,6 +45,13 @@ class ParallelConfig(Section):
         description="How data_shard ranks send each other weights. bf16: half the traffic and memory of gathered "
         "weights, in which layers that share then add up gradients, too; fp32 is what one process computes.",
     )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Of a pipeline rank."""
+        if self.pipeline_schedule == "zbv":
+            return 2
+        return self.pipeline_chunks if self.pipeline_schedule.startswith("interleaved") else 1
 
     timeout: float = Field(
         600.0, gt=0, description="Seconds after which a rank that waits for the others gives up and names them."

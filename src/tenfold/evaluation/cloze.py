@@ -74,7 +74,7 @@ def cloze(
     if not fitting:
         raise ValueError("no passage's last word fits the window")
     order = sorted(range(len(fitting)), key=lambda number: len(fitting[number].given) + len(fitting[number].word))
-    device = model.embedding.weight.device
+    device = model.device
     losses, right, cut = [0.0] * len(fitting), 0, 0
     for batch in batches(reversed(order), batch_size):  # the longest first: memory that suffices does so at once
         rows = [(fitting[number].given + fitting[number].word)[:-1] for number in batch]

@@ -108,7 +108,7 @@ class _Reader:
     def __init__(self, model: Decoder, rows: Sequence[_Row], count: int, cached: bool) -> None:
         self._model = model
         self._window = model.max_positions
-        self._device = model.embedding.weight.device
+        self._device = model.device
         self._held = self._fitting(rows) if cached else []
         self._cache: KeyValueCache | None = None
         if self._held:

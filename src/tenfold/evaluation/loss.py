@@ -81,7 +81,7 @@ def text_loss(
     `stride` = `window` is what training's batches see: windows end to end. `advance` is told the tokens as they are
     counted. Nothing depends on how windows are batched: what is short is padded behind its end.
     """
-    device = model.embedding.weight.device
+    device = model.device
     targets = row.tokens - 1 if limit is None else min(limit, row.tokens - 1)
     loss = TextLoss(0.0, 0)
     for batch in batches(windows(targets, window, stride), batch_size):

@@ -33,7 +33,7 @@ MASK = "[MASK]"
 def masked_loss(model: Decoder, sequences: PackedSequences, limit: int, batch_size: int, chunk: int) -> MaskedLoss:
     """Over the masked tokens of the first `limit` sequences (or all); their masks are the same in every run."""
     count = min(limit, len(sequences))
-    device = model.embedding.weight.device
+    device = model.device
     loss, right, tokens = 0.0, 0, 0
     for first in range(0, count, batch_size):
         batch = torch.from_numpy(sequences.batch(first, min(batch_size, count - first))).to(device)
@@ -87,7 +87,7 @@ def fill_masks(model: Decoder, tokens: list[int], top: int) -> list[list[tuple[i
     """For every mask token in `tokens` the `top` likeliest ids with their probabilities, likeliest first."""
     if len(tokens) > model.max_positions:
         raise TenfoldError(f"the prompt has {len(tokens):,} tokens, and the model sees {model.max_positions:,}")
-    given = torch.tensor([tokens], device=model.embedding.weight.device)
+    given = torch.tensor([tokens], device=model.device)
     with inference(model):
         hidden, _ = model(given)
         likely = model.logits(hidden[given == model.config.mask_token]).softmax(-1).topk(min(top, model.vocab_size))

@@ -42,7 +42,7 @@ class LayerCache(NamedTuple):
 
 
 class KeyValueCache:
-    """Room for `positions` positions of `sequences` sequences in every layer, allocated once (`Decoder.new_cache`).
+    """Room for `positions` positions of `sequences` sequences in `layers` layers, allocated once (`Decoder.new_cache`).
 
     Sequences may be of unequal length: position t of each stands at place t, and what a sequence does not hold is
     hidden from it. Entries are by layer, not by block: layers that share weights see different hidden states.
@@ -51,6 +51,7 @@ class KeyValueCache:
     def __init__(
         self,
         config: ModelConfig,
+        layers: int,
         key_heads: int,
         sequences: int,
         positions: int,
@@ -59,8 +60,8 @@ class KeyValueCache:
     ) -> None:
         shape = (sequences, key_heads, positions, config.head_width)
         # Zeros: a hidden place has weight 0, and 0 times what uninitialized memory may hold can be NaN.
-        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self._document_end = config.document_end
         self._ended = torch.zeros(sequences, positions, dtype=torch.bool, device=device)  # places of ends of documents
         self.positions = positions

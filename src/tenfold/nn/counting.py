@@ -68,6 +68,28 @@ def count(model: Decoder, sequence_length: int) -> Counts:
     )
 
 
+def layer_costs(model: Decoder, sequence_length: int) -> list[float]:
+    """Multiply-adds of a token in each layer, forward and backward, counted as `count` does and with recomputation.
+
+    What is multiplied before the layers counts for the first of them, what is behind for the last.
+    """
+    config, moe, costs = model.config, model.config.moe, []
+    masked = config.objective == "masked"
+    attention = 2 * config.heads * config.head_width * (sequence_length if masked else (sequence_length + 1) / 2)
+    for layer in model.layers:
+        cost = _matrices(layer) + attention
+        for module in layer.modules():
+            if isinstance(module, MixtureOfExperts):
+                weights = list(held_inside(module.experts))
+                share = 1.0 if module.router is None else moe.prototypes * moe.top_k / moe.experts
+                cost += _numel(weights) * share
+        costs.append(cost * (4 if getattr(layer, "recompute", "none") == "full" else 3))
+    costs[0] += 3 * _matrices(model.projection)
+    output = config.padded_vocab() * config.embedding_columns + _matrices(model.transform)
+    costs[-1] += 3 * output * (config.mask_share if masked else 1)
+    return costs
+
+
 def _matrices(module: nn.Module | None) -> int:
     return 0 if module is None else _numel(parameter for parameter in held_inside(module) if parameter.dim() == 2)
 

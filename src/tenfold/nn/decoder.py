@@ -13,7 +13,7 @@ from tenfold.nn.cache import KeyValueCache
 from tenfold.nn.documents import documents_of
 from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.moe import FeedForward, MixtureOfExperts
-from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.nn.ranks import ALONE, Ranks, Stage
 from tenfold.nn.recompute import KEEP_ALL, Mode, Recompute, recomputed
 
 
@@ -105,11 +105,21 @@ class Decoder(nn.Module):
         self.head = None if config.tie_embeddings else Linear(columns, config.padded_vocab(), bias=False)
         self.output_bias = nn.Parameter(torch.zeros(config.padded_vocab())) if masked else None
 
-    def forward(self, tokens_BT: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        cache: KeyValueCache | None = None,
+        stage: Stage | None = None,
+        x_BTD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The final hidden states [B, T, D] and the statistics of every layer [L, columns of `nn.moe`] in fp32.
 
         With `cache` the tokens go on from those that it holds, and are held from then on. Where ranks split sequences
         all of them are given whole ones, and each gets the hidden states of its own positions.
+
+        Where ranks split the layers, those of this one's stages alone are gone through, and statistics of others are
+        zeros; hidden states are final on the rank of the last stage alone. In training they travel by a schedule
+        (`parallel.pipeline`): `stage` alone is gone through, from the hidden states `x_BTD` of the stage before.
         """
         ranks, length, positions_BT, starts = self.ranks, tokens_BT.shape[1], None, None
         caches = () if cache is None else cache.begin(tokens_BT)
@@ -121,32 +131,53 @@ class Decoder(nn.Module):
             if positions_BT is None:
                 positions_BT = torch.arange(length, device=tokens_BT.device)[None]
             tokens_BT, positions_BT = ranks.context.own(tokens_BT), ranks.context.own(positions_BT)
-        x_BTD = ranks.tensor.embed(tokens_BT, self.embedding.weight)
-        if self.positions is not None:
-            rows = self.positions.weight[:length]
-            x_BTD = x_BTD + ranks.tensor.own(rows[None] if positions_BT is None else F.embedding(positions_BT, rows))
-        x_BTD = x_BTD.to(self.dtype)
-        if self.embedding_norm is not None:
-            x_BTD = self.embedding_norm(x_BTD)
-        if self.projection is not None:
-            x_BTD = self.projection(x_BTD)
         rotary = None
         if self.config.positions == "rotary":
             rotary = rotary_table(length, self.config.head_width, self.config.rope_theta, tokens_BT.device)
             if positions_BT is not None:
                 rotary = rotary[:, positions_BT].unsqueeze(2)  # [2, B, 1, T, W / 2]
         context = Context(rotary, caches, self.config.objective != "masked", starts)
-        statistics = []
-        for layer in self.layers:
-            x_BTD, layer_statistics = layer(x_BTD, context)
-            context = context.above()
-            statistics.append(layer_statistics)
-        return x_BTD if self.norm is None else self.norm(x_BTD), torch.stack(statistics)
+        statistics: dict[int, Tensor] = {}
+        for each in ranks.pipeline.stages(len(self.layers)) if stage is None else (stage,):
+            if each.first:
+                x_BTD = self._embed(tokens_BT, positions_BT, length)
+            elif stage is None:
+                x_BTD = ranks.pipeline.receive(each, x_BTD, ((*tokens_BT.shape, self.config.hidden), self.dtype))
+            assert x_BTD is not None
+            for layer in each.layers:
+                x_BTD, statistics[layer] = self.layers.get_submodule(str(layer))(x_BTD, context)
+                context = context.above()
+            if each.last and self.norm is not None:
+                x_BTD = self.norm(x_BTD)
+            if stage is None:
+                ranks.pipeline.send(each, x_BTD)
+        assert x_BTD is not None
+        if len(statistics) < self.config.layers:
+            nothing = torch.zeros_like(next(iter(statistics.values())))
+            statistics = dict.fromkeys(range(self.config.layers), nothing) | statistics
+        return x_BTD, torch.stack(list(statistics.values()))
+
+    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor | None, length: int) -> Tensor:
+        x_BTD = self.ranks.tensor.embed(tokens_BT, self.embedding.weight)
+        if self.positions is not None:
+            rows = self.positions.weight[:length]
+            own = self.ranks.tensor.own
+            x_BTD = x_BTD + own(rows[None] if positions_BT is None else F.embedding(positions_BT, rows))
+        x_BTD = x_BTD.to(self.dtype)
+        if self.embedding_norm is not None:
+            x_BTD = self.embedding_norm(x_BTD)
+        return x_BTD if self.projection is None else self.projection(x_BTD)
+
+    @property
+    def device(self) -> torch.device:
+        """That of its weights."""
+        return next(self.parameters()).device
 
     def new_cache(self, sequences: int, positions: int) -> KeyValueCache:
         """Room for the keys and values that this rank has of `positions` positions of `sequences` sequences."""
         key_heads = self.ranks.tensor.key_heads(self.config)
-        return KeyValueCache(self.config, key_heads, sequences, positions, self.dtype, self.embedding.weight.device)
+        layers = len(self.layers)
+        return KeyValueCache(self.config, layers, key_heads, sequences, positions, self.dtype, self.device)
 
     @property
     def output_weight(self) -> Tensor:
@@ -159,6 +190,11 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Logits [B, T, vocabulary] in fp32, without the rows that only pad the vocabulary."""
+        dtype = torch.promote_types(hidden_BTD.dtype, torch.float32)
+        shape = (*hidden_BTD.shape[:-1], self.vocab_size)
+        return self.ranks.pipeline.from_last(lambda: self._logits(hidden_BTD), shape, dtype)
+
+    def _logits(self, hidden_BTD: Tensor) -> Tensor:
         inner = self.before_output(hidden_BTD)
         logits = F.linear(inner, self.output_weight.to(inner.dtype))
         logits = logits.to(torch.promote_types(inner.dtype, torch.float32))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.low_rank import LEFT, RIGHT, draw, start_right
@@ -34,16 +34,22 @@ class Held(Protocol):
 
 
 @torch.no_grad()
-def initialize(model: Decoder, seed: int, held: Callable[[str], Held] | None = None) -> None:
+def initialize(
+    model: Decoder,
+    seed: int,
+    held: Callable[[str], Held] | None = None,
+    named: Mapping[str, nn.Parameter] | None = None,
+) -> None:
     """Fill every parameter: norms 1, biases 0, matrices normal with `init_std`.
 
     Matrices that write into a residual stream that is not normed are scaled by 1 / sqrt(2 L) (GPT-2). A shared block
     starts as its first layer would, and a layer's low-rank difference to it at zero (`nn.low_rank`). Of a parameter
-    that many ranks split this one's part is filled, which `held` tells by name, as it is in the whole.
+    that many ranks split this one's part is filled, which `held` tells by name, as it is in the whole; `named` are then
+    the parameters that this one has of the model, by the names of the whole.
     """
     std = model.config.init_std
     residual_std = std if model.config.norm_position == "post" else std / math.sqrt(2 * model.config.layers)
-    for name, parameter in model.named_parameters():
+    for name, parameter in (dict(model.named_parameters()) if named is None else named).items():
         mine = None if held is None else held(name)
         local = parameter if mine is None else mine.local(parameter)
         leaf = name.removesuffix(".weight").rpartition(".")[2]

@@ -15,7 +15,7 @@ rows (at most N * C).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -193,18 +193,17 @@ def _once(decision: list[Tensor] | None) -> Callable[[Callable[[], Tensor]], Ten
 
 
 @torch.no_grad()
-def update_balance_bias(layers: Iterable[nn.Module], loads_LE: Tensor, config: MoEConfig) -> None:
+def update_balance_bias(
+    model: nn.Module, users: Mapping[nn.Parameter, Sequence[int]], loads_LE: Tensor, config: MoEConfig
+) -> None:
     """Raise the balancing bias of experts under their prototype's mean load by `bias_rate`, lower that of those over.
 
-    `loads_LE` are the tokens of one step; a bias that several layers share goes by their sum (arXiv 2408.15664,
-    algorithm 1).
+    `loads_LE` are the tokens of one step; a bias that several layers share (`users` tells which use it) goes by their
+    sum (arXiv 2408.15664, algorithm 1).
     """
-    by_bias: dict[nn.Parameter, Tensor] = {}
-    for layer, loads_E in zip(layers, loads_LE, strict=True):
-        for module in layer.modules():
-            if isinstance(module, MixtureOfExperts) and module.balance_bias is not None:
-                bias = module.balance_bias
-                by_bias[bias] = by_bias[bias] + loads_E if bias in by_bias else loads_E
-    for bias, loads_E in by_bias.items():
-        loads_ZP = loads_E.unflatten(0, (config.prototypes, -1))
+    biases = [module.balance_bias for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    for bias in dict.fromkeys(biases):
+        if bias is None:
+            continue
+        loads_ZP = loads_LE[list(users[bias])].sum(0).unflatten(0, (config.prototypes, -1))
         bias.add_((loads_ZP.mean(1, keepdim=True) - loads_ZP).sign().flatten() * config.bias_rate)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tenfold.config.model import ModelConfig
 from tenfold.data.sampling import mix
 from tenfold.nn.loss import IGNORE, cross_entropy_sum
+from tenfold.nn.moe import BALANCE, Z_LOSS
 
 if TYPE_CHECKING:
     from tenfold.nn.decoder import Decoder
@@ -113,10 +114,37 @@ def loss_sum(model: Decoder, hidden: Tensor, example: Example, chunk: int) -> Te
             predicted = targets != IGNORE
             inner, targets, counted = inner[predicted], targets[predicted], counted[predicted]
     else:
-        inner = model.before_output(at_places(hidden, example))
-    return cross_entropy_sum(
-        inner, model.output_weight, targets, model.vocab_size, chunk, model.output_bias, ranks.tensor, counted
-    )
+        hidden = at_places(hidden, example)
+        if not torch.is_grad_enabled():  # a question, asked on every rank
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            return ranks.pipeline.from_last(
+                lambda: _loss_sum(model, model.before_output(hidden), targets, chunk), (), wide
+            )
+        inner = model.before_output(hidden)
+    return _loss_sum(model, inner, targets, chunk, counted)
+
+
+def _loss_sum(model: Decoder, inner: Tensor, targets: Tensor, chunk: int, counted: Tensor | None = None) -> Tensor:
+    weight, bias, ranks = model.output_weight, model.output_bias, model.ranks.tensor
+    return cross_entropy_sum(inner, weight, targets, model.vocab_size, chunk, bias, ranks, counted)
+
+
+def balance_loss(model: Decoder, statistics_LS: Tensor) -> Tensor | None:
+    """What routing adds to the loss, weighted, over the tokens of `statistics_LS`; None where nothing is routed."""
+    moe = model.config.moe
+    if not moe.experts:
+        return None
+    return moe.balance_loss * statistics_LS[:, BALANCE].sum() + moe.z_loss * statistics_LS[:, Z_LOSS].sum()
+
+
+def backward(model: Decoder, part: Example, valid_tokens: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """One micro-batch forward and backward, as a share of the step's mean; its summed loss and its statistics."""
+    hidden, statistics_LS = model(part.inputs)
+    loss = objective = loss_sum(model, hidden, part, chunk)
+    if (routing := balance_loss(model, statistics_LS)) is not None:
+        objective = objective + routing
+    (objective / valid_tokens).backward()
+    return loss.detach(), statistics_LS.detach()
 
 
 def _at_all_places(example: Example) -> Tensor:

@@ -1,11 +1,12 @@
 """What a model asks of the ranks that hold the rest of it. Alone it asks nothing: these classes are that.
 
-Three kinds of ranks may split a forward pass (`tenfold.parallel` has their classes):
+Four kinds of ranks may split a forward pass (`tenfold.parallel` has their classes):
 
 - **tensor** ranks split heads, inner widths and the vocabulary, and between these the sequence: what is done to tokens
   one by one (norms, sums, routing) each rank does to its own run of positions (arXiv 2205.05198);
 - **context** ranks split every sequence, attention too;
-- **expert** ranks split the experts of a layer, and send tokens to them.
+- **expert** ranks split the experts of a layer, and send tokens to them;
+- **pipeline** ranks split the layers by depth, and pass hidden states on.
 
 All that a rank computes while it trains is a part of a sum: of the loss, of the statistics, of the gradient of each
 parameter that it holds. The sum over all ranks is what one rank alone would have. Without gradients (evaluation,
@@ -17,7 +18,7 @@ N = B * S tokens, C choices of a token, U runs of positions, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -148,12 +149,50 @@ class ExpertRanks:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Layers that follow one another: one of the parts into which pipeline ranks cut a model by depth."""
+
+    number: int
+    layers: range
+    last: bool
+    """Whether it ends the model, with the norm and the output matrix."""
+
+    @property
+    def first(self) -> bool:
+        """Whether it begins the model, with the embedding."""
+        return self.number == 0
+
+
+class PipelineRanks:
+    """One rank holds every layer."""
+
+    def stages(self, layers: int) -> Sequence[Stage]:
+        """This rank's, from the embedding on, of a model of which it holds `layers` layers."""
+        return (Stage(0, range(layers), True),)
+
+    def receive(self, stage: Stage, x_BTD: Tensor | None, like: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
+        """What the stage before `stage`, not the first, made: `x_BTD` where that is this rank's own."""
+        raise NotImplementedError
+
+    def send(self, stage: Stage, x_BTD: Tensor) -> None:
+        """Hand on what `stage` made, to the rank of the next."""
+
+    def from_last(self, make: Callable[[], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """On every rank, of `shape` and `dtype`, what `make` comes to on that of the last stage. Not for training."""
+        return make()
+
+
+_EVERY_LAYER = PipelineRanks()
+
+
+@dataclass(frozen=True)
 class Ranks:
     """The ranks that a model is split over, its sequences or its weights."""
 
     tensor: TensorRanks
     context: ContextRanks
     expert: ExpertRanks
+    pipeline: PipelineRanks = _EVERY_LAYER
 
     @property
     def split(self) -> bool:

@@ -8,12 +8,14 @@ has to itself, and is large, is a group of its own. Replicas (HSDP) add their gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 
 from tenfold.config.parallel import ParallelConfig
 from tenfold.nn.decoder import Decoder
@@ -40,24 +42,33 @@ def shard(
     ignored = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     if mesh.expert_fsdp is None:
         ignored |= by_expert
+    pipeline = mesh.degrees.pipeline > 1
     for segment in segments:
         for column in _own_groups(list(segment), by_expert):
             experts = not by_expert.isdisjoint(column[0].parameters())
             if (group := mesh.expert_fsdp if experts else mesh.fsdp) is not None:
-                _group(column, group, config, ignored)
-        _group(list(segment), mesh.fsdp, config, ignored)
-    _group([model], mesh.fsdp, config, ignored, root=True)
+                _group(column, group, config, ignored, pipeline)
+        _group(list(segment), mesh.fsdp, config, ignored, pipeline)
+    _group([model], mesh.fsdp, config, ignored, pipeline, root=True)
+    if pipeline:
+        whole_while_called(model)
 
 
 def _group(
-    modules: list[nn.Module], mesh: DeviceMesh, config: ParallelConfig, ignored: set[nn.Parameter], root: bool = False
+    modules: list[nn.Module],
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    ignored: set[nn.Parameter],
+    pipeline: bool,
+    root: bool = False,
 ) -> None:
     bf16 = config.gather == "bf16"
     # What modules are given is left as it is: gates are fp32, and rows may still be on their way.
     cast = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bf16 else {}
     policy = MixedPrecisionPolicy(**cast, cast_forward_inputs=False)
     # The root's stay: the output matrix is used behind the last layer, and at once again in the backward pass.
-    keep = root or config.reshard != "forward"
+    # Those of pipeline stages stay through the step, whose passes come in the order of a schedule.
+    keep = root or config.reshard != "forward" or pipeline
     options: Any = {"reshard_after_forward": not keep, "mp_policy": policy, "ignored_params": ignored}
     first = fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **options)
     head = first[0] if isinstance(first, list) else first
@@ -104,6 +115,33 @@ def look_again(model: Decoder) -> None:
                 if isinstance(module, FSDPModule):
                     module.unshard()
                     module.reshard()
+
+
+def begin_schedule(model: Decoder) -> None:
+    """Before the passes of a pipeline's schedule: weights stay whole, and gradients here, until `end_schedule`."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(False)
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(False)
+
+
+def end_schedule(model: Decoder) -> None:
+    """Behind the last pass: data ranks exchange gradients, as FSDP2 does behind a backward pass of its own."""
+    if isinstance(model, FSDPModule):
+        reducing: Any = SimpleNamespace(submod=model)
+        PipelineStage.perform_reduce_grad(reducing, 1)
+
+
+def whole_while_called(model: Decoder) -> None:
+    """Gather all weights before any pass. A pipeline's stages go through parts of the model, and so of FSDP2's groups,
+    which are gathered by themselves only when gone through from their first module on."""
+
+    def gather(_model: nn.Module, _inputs: Any) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+    model.register_forward_pre_hook(gather)
 
 
 def begin_pass(model: Decoder, config: ParallelConfig, shards: int, last: bool) -> None:

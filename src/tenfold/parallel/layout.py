@@ -6,9 +6,9 @@ part of every parameter; FSDP2; memory; initial weights. Whatever the layout, th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,21 @@ from tenfold.config.model import ModelConfig
 from tenfold.config.parallel import ParallelConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
-from tenfold.nn.ranks import ALONE, Ranks
+from tenfold.nn.objective import Example
+from tenfold.nn.ranks import ALONE, Ranks, Stage
 from tenfold.nn.recompute import KEEP_ALL, Recompute
 from tenfold.parallel.context import SplitSequences
 from tenfold.parallel.expert import ExpertGroup
 from tenfold.parallel.grid import tensor_ranks
 from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
+from tenfold.parallel.pipeline import StageRanks, holders_of, leave, stages_of_model
 from tenfold.parallel.rank import Rank, T
 from tenfold.parallel.splits import cut, splits_of
-from tenfold.sharing.tying import Sharing, materialize, tie
+from tenfold.sharing.tying import Sharing, materialize, tie, users
+
+if TYPE_CHECKING:
+    from tenfold.parallel.schedule import Passes
 
 
 class Layout(Rank):
@@ -58,7 +63,11 @@ class Layout(Rank):
         self.splits = splits_of(whole, model, mesh.degrees, place["tensor"], place["expert"])
         """What this rank holds of every parameter before data ranks split it."""
         names = {parameter: name for name, parameter in whole.named_parameters()}
-        self._uses = Counter(names[parameter] for layer in whole.layers for parameter in layer.parameters())
+        self._canonical = {name: names[each] for name, each in whole.named_parameters(remove_duplicate=False)}
+        self._users = {names[parameter]: layers for parameter, layers in users(whole.layers).items()}
+        self._holders = holders_of(config, mesh.degrees.pipeline)
+        self._stages = stages_of_model(whole, sharing, len(self._holders), positions)
+        self._passes: tuple[Any, Passes] | None = None
 
     @cached_property
     def whole(self) -> Decoder:
@@ -82,7 +91,10 @@ class Layout(Rank):
             context = SplitSequences(self.mesh.group("context"))
         if self.model_config.moe.experts and degrees.tensor * degrees.context * degrees.expert > 1:
             expert = ExpertGroup(self.mesh, self.model_config, tensor)
-        return Ranks(tensor, context, expert)
+        pipeline = ALONE.pipeline
+        if degrees.pipeline > 1:
+            pipeline = StageRanks(self.mesh.group("pipeline"), self._stages, self._holders, self.device)
+        return Ranks(tensor, context, expert, pipeline)
 
     def build(self, seed: int | None = None) -> Decoder:
         """The model with initial weights; without a `seed` they are whatever memory holds."""
@@ -91,38 +103,77 @@ class Layout(Rank):
             model = Decoder(*self._decoder, others)
         tie(model.layers, self.sharing)
         cut(model, self.splits)
-        by_expert = {parameter for name, parameter in model.named_parameters() if self.splits[name].by_expert}
-        layers = list(model.layers)
+        leave(model, self._mine)
+        by_expert = {parameter for name, parameter in self.named(model).items() if self.splits[name].by_expert}
         if not self.alone:
             from tenfold.parallel.data import shard  # here: FSDP2 takes seconds to import
 
-            runs = self.sharing.segments()
-            shard(model, [[layers[at] for at in run] for run in runs], by_expert, self.mesh, self.config)
+            layers = {int(name): layer for name, layer in model.layers.named_children()}
+            runs = [[layers[at] for at in run if at in layers] for run in self.sharing.segments()]
+            shard(model, [run for run in runs if run], by_expert, self.mesh, self.config)
         materialize(model, self.device)
         if not self.alone:
             from tenfold.parallel.data import look_again
 
             look_again(model)
         if seed is not None:
-            initialize(model, seed, None if self.alone else self._held)
+            initialize(model, seed, None if self.alone else self._held, self.named(model))
         return model
 
     def _held(self, name: str) -> Piece:
         return self.piece(name)
 
     def named(self, model: Decoder) -> dict[str, nn.Parameter]:
-        """The parameters that this rank has a part of, by canonical name."""
-        return dict(model.named_parameters())
+        """The parameters that this rank has a part of, by canonical name, in the order of the whole model.
 
-    def uses(self, model: Decoder) -> Mapping[nn.Parameter, int]:
-        """How many layers, of all ranks, use each parameter of layers."""
+        A block is named by the lowest of all the layers that use it, which may be on another rank.
+        """
+        if self.degrees.pipeline == 1:
+            return dict(model.named_parameters())
+        held = {self._canonical[name]: parameter for name, parameter in model.named_parameters()}
+        return {name: held[name] for name in self.shapes if name in held}
+
+    def users(self, model: Decoder) -> Mapping[nn.Parameter, Sequence[int]]:
+        """Which layers, of all ranks, use each parameter of layers."""
         if self.alone:  # as the layers are now: they are delinked in place
-            return super().uses(model)
-        return {parameter: self._uses[name] for name, parameter in self.named(model).items() if name in self._uses}
+            return super().users(model)
+        return {parameter: self._users[name] for name, parameter in self.named(model).items() if name in self._users}
+
+    @property
+    def _mine(self) -> list[Stage]:
+        return [stage for stage in self._stages if self._holders[stage.number] == self.mesh.place["pipeline"]]
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The pipeline stages that hold a parameter."""
-        return (0,)
+        """The pipeline ranks that hold a parameter."""
+        if name in self._users:
+            stages = [stage for stage in self._stages if not set(stage.layers).isdisjoint(self._users[name])]
+        elif name == "embedding.weight" and self.whole.head is None:
+            stages = [self._stages[0], self._stages[-1]]
+        else:
+            first = name.partition(".")[0] in ("embedding", "positions", "embedding_norm", "projection")
+            stages = self._stages[:1] if first else self._stages[-1:]
+        return tuple(sorted({self._holders[stage.number] for stage in stages}))
+
+    def run_passes(
+        self, model: Decoder, micro_batches: Sequence[Example], valid_tokens: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """As one rank does it, or through pipeline stages by their schedule."""
+        ranks = model.ranks.pipeline
+        if not isinstance(ranks, StageRanks):
+            return super().run_passes(model, micro_batches, valid_tokens, chunk)
+        from tenfold.parallel.data import begin_schedule, end_schedule  # here: these take seconds to import
+        from tenfold.parallel.schedule import Passes
+
+        degrees, count = self.degrees, len(micro_batches)
+        sequences, length = micro_batches[0].inputs.shape
+        shape = (sequences, length // (degrees.context * degrees.tensor), self.model_config.hidden)
+        key = (model, count, shape)
+        if self._passes is None or self._passes[0] != key:
+            self._passes = (key, Passes(model, ranks, self.config.pipeline_schedule, count, shape, self.device))
+        begin_schedule(model)
+        found = self._passes[1].run(micro_batches, valid_tokens, chunk)
+        end_schedule(model)
+        return found
 
     def whole_shapes(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
         """The whole shapes of tensors, of all ranks: weights by name, or their optimizer state by "name/kind"."""

@@ -118,8 +118,16 @@ def _with(degrees: Degrees, axis: str, degree: int) -> Degrees:
     return replace(degrees, **changed)
 
 
-def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_size: int, lengths: list[int]) -> None:
-    """Raise TenfoldError, with the numbers, where degrees do not fit the model, the batch or the sequences."""
+def check(
+    degrees: Degrees,
+    model: ModelConfig,
+    batch_size: int,
+    micro_batch_size: int,
+    lengths: list[int],
+    config: ParallelConfig | None = None,
+) -> None:
+    """Raise TenfoldError, with the numbers, where degrees do not fit the model, the batch or the sequences; `config`
+    has what else is asked for."""
     data, tensor, context = degrees.data, degrees.tensor, degrees.context
     moe = model.moe
 
@@ -165,11 +173,48 @@ def check(degrees: Degrees, model: ModelConfig, batch_size: int, micro_batch_siz
             fail("tensor", tensor, f"is more than {key} = {width}")
     if degrees.pipeline > model.layers:
         fail("pipeline", degrees.pipeline, f"is more than model.layers = {model.layers}")
+    if degrees.pipeline > 1:
+        _check_schedule(degrees, model, batch_size // data, micro_batch_size, config or ParallelConfig(), fail)
     for length in lengths:
         if length % (columns * (2 * context if context > 1 else 1)):
             runs = columns if context == 1 else 2 * context * columns
             parts = f"{'tensor' if context == 1 else '2 x context x tensor'} = {runs} runs"
             raise TenfoldError(f"parallel: sequences of {length} tokens do not divide into {parts} of equal length")
+
+
+def _check_schedule(
+    degrees: Degrees,
+    model: ModelConfig,
+    samples: int,
+    micro_batch_size: int,
+    config: ParallelConfig,
+    fail: Callable[..., None],
+) -> None:
+    """The part of `check` for pipeline ranks, each of which has `samples`."""
+    ranks, schedule = degrees.pipeline, config.pipeline_schedule
+    stages = ranks * config.stages_per_rank
+    if stages > model.layers:
+        each = f"with pipeline_schedule = {schedule} and {config.stages_per_rank} stages a rank makes {stages} stages"
+        fail("pipeline", ranks, f"{each}, more than model.layers = {model.layers}")
+    micro_batches = samples // (micro_batch_size or samples)
+    if schedule == "gpipe":
+        return
+    if micro_batches < ranks:
+        told = f"training.micro_batch_size = {micro_batch_size}" + ("" if micro_batch_size else ", all at once,")
+        remedy = f"set it to {samples // ranks} or less" if samples >= ranks else "take a larger batch_size"
+        fail(
+            "pipeline",
+            ranks,
+            f"with pipeline_schedule = {schedule} needs {ranks} micro-batches or more, and {samples} samples a rank in "
+            f"micro-batches of {told} are {micro_batches}: {remedy}, or take gpipe",
+        )
+    if micro_batches % (rounds := max(1, micro_batches // ranks)) and schedule.startswith("interleaved"):
+        fail(
+            "pipeline",
+            ranks,
+            f"with pipeline_schedule = {schedule} goes through {micro_batches} micro-batches in {rounds} rounds, and "
+            f"needs as many in each: change training.micro_batch_size, so that there are {ranks * rounds}, say",
+        )
 
 
 def _check_grid(degrees: Degrees, model: ModelConfig, micro_batch_size: int, fail: Callable[..., None]) -> None:

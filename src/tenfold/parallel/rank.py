@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.objective import Example, backward
 from tenfold.parallel.pieces import local_of
-from tenfold.sharing.tying import uses
+from tenfold.sharing.tying import users
 
 T = TypeVar("T")
 
@@ -28,12 +29,25 @@ class Rank:
     tensor = 1
     """Ranks that split every layer."""
 
+    def run_passes(
+        self, model: Decoder, micro_batches: Sequence[Example], valid_tokens: Tensor, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward of a step's micro-batches: this rank's part of the summed loss, and of statistics
+        [L, columns of `nn.moe`]. Gradients are those of the mean over `valid_tokens`, the whole step's."""
+        loss_parts = statistics_parts_LS = torch.zeros((), device=valid_tokens.device)
+        for number, part in enumerate(micro_batches, start=1):
+            self.begin_pass(model, last=number == len(micro_batches))
+            loss, statistics_LS = backward(model, part, valid_tokens, chunk)
+            loss_parts = loss_parts + loss
+            statistics_parts_LS = statistics_parts_LS + statistics_LS
+        return loss_parts, statistics_parts_LS
+
     def begin_pass(self, model: Decoder, last: bool) -> None:
         """Before a micro-batch, the `last` of a step or not."""
 
-    def uses(self, model: Decoder) -> Mapping[nn.Parameter, int]:
-        """How many layers, of all ranks, use each parameter of layers."""
-        return uses(model.layers)
+    def users(self, model: Decoder) -> Mapping[nn.Parameter, Sequence[int]]:
+        """Which layers, of all ranks, use each parameter of layers."""
+        return users(model.layers)
 
     def add_gradients(self, model: Decoder) -> None:
         """Make gradients whole that several ranks have parts of, after the last pass of a step."""

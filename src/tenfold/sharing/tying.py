@@ -6,7 +6,6 @@ are shared. A parameter that several layers hold is found first, and saved, unde
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -305,7 +304,16 @@ def tied_pattern(column: Sequence[Holder]) -> Pattern:
 
 def uses(layers: Layers) -> dict[nn.Parameter, int]:
     """How many layers use each of their parameters."""
-    return Counter(parameter for layer in layers for parameter in layer.parameters())
+    return {parameter: len(numbers) for parameter, numbers in users(layers).items()}
+
+
+def users(layers: Layers) -> dict[nn.Parameter, list[int]]:
+    """Which layers, by number, use each of their parameters."""
+    found: dict[nn.Parameter, list[int]] = {}
+    for number, layer in enumerate(layers):
+        for parameter in layer.parameters():
+            found.setdefault(parameter, []).append(number)
+    return found
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:

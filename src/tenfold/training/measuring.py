@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.objective import backward
 from tenfold.sharing.measuring import Measurement
 from tenfold.sharing.tying import uses
-from tenfold.training.step import backward, micro_batches_of
+from tenfold.training.step import micro_batches_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def measure_moments(
     with Measurement(optimizers, freed, uses(model.layers), len(steps[0][0])) as measured:
         for parts, valid_tokens in steps:
             for part in parts:
-                backward(model, part, valid_tokens, config)
+                backward(model, part, valid_tokens, config.training.loss_chunk)
     norm = measured.finish(len(steps), config.optim.clip)
     if not math.isfinite(norm):
         raise TenfoldError(

@@ -72,7 +72,7 @@ def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE) ->
         )
     materialize(optimizers)
     if config.divide_shared:
-        divide_by(lambda: rank.uses(model), optimizers)
+        divide_by(lambda: {each: len(layers) for each, layers in rank.users(model).items()}, optimizers)
     return optimizers
 
 

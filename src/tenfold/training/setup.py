@@ -153,7 +153,7 @@ def degrees_of_stages(config: RunConfig, stages: list[Stage], world: int) -> lis
         try:
             asked = ParallelConfig(**{**config.parallel.model_dump(), **(stage.config.parallel or {})})
             degrees = degrees_of(asked, world, config.model, batch)
-            check(degrees, config.model, batch, config.training.micro_batch_size, stage.lengths)
+            check(degrees, config.model, batch, config.training.micro_batch_size, stage.lengths, asked)
         except TenfoldError as error:
             raise TenfoldError(f"{where}: {error}") from None
         for key, value in (("until", "auto" if stage.rule else ""), ("moments", stage.config.moments)):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +14,7 @@ from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.loss import IGNORE
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
-from tenfold.nn.objective import Example, cut_sequences, loss_sum, make_example
+from tenfold.nn.objective import Example, cut_sequences, make_example
 from tenfold.parallel.pieces import local_of
 from tenfold.parallel.rank import ALONE, Rank, clip_gradients, gradient_norm
 from tenfold.parallel.watch import doing
@@ -55,20 +54,16 @@ def train_step(
 
     # Forward and backward, micro-batch by micro-batch; gradients add up.
     doing("forward and backward", step)
-    loss_parts = statistics_parts_LS = torch.zeros((), device=batch_BS.device)
-    for number, part in enumerate(micro_batches, start=1):
-        rank.begin_pass(model, last=number == len(micro_batches))
-        loss, statistics_LS = backward(model, part, valid_tokens, config)
-        loss_parts = loss_parts + loss
-        statistics_parts_LS = statistics_parts_LS + statistics_LS
+    chunk = config.training.loss_chunk
+    loss_parts, statistics_parts_LS = rank.run_passes(model, micro_batches, valid_tokens, chunk)
     doing("gradients")
     rank.add_gradients(model)
     total_loss, total_statistics_LS = rank.total(loss_parts, statistics_parts_LS)
 
     # A parameter that several layers use has the sum of their gradients; it trains on the mean.
-    for parameter, count in rank.uses(model).items():
-        if count > 1 and parameter.grad is not None:
-            parameter.grad /= count
+    for parameter, layers in rank.users(model).items():
+        if len(layers) > 1 and parameter.grad is not None:
+            parameter.grad /= len(layers)
 
     # One norm over all stored parameters, each once; then nothing that is not finite reaches the weights.
     norm = gradient_norm(model, rank)
@@ -86,7 +81,7 @@ def train_step(
         optimizer.step()
     clear_gradients(optimizers)
     if moe.bias_rate:
-        update_balance_bias(model.layers, total_statistics_LS[:, LOADS:], moe)
+        update_balance_bias(model, rank.users(model), total_statistics_LS[:, LOADS:], moe)
     tokens = sum(part.inputs.numel() for part in micro_batches) * rank.data
     return StepResult(mean_loss, grad_norm, total_statistics_LS, tokens)
 
@@ -104,19 +99,6 @@ def micro_batches_of(
     if not rank.alone:  # ranks that are no data ranks of their own have the same samples
         valid_tokens = valid_tokens * rank.data // rank.ranks
     return list(example.split(micro)), valid_tokens
-
-
-def backward(model: Decoder, part: Example, valid_tokens: Tensor, config: RunConfig) -> tuple[Tensor, Tensor]:
-    """One micro-batch forward and backward, as a share of the step's mean; its summed loss and its statistics."""
-    moe = config.model.moe
-    hidden, statistics_LS = model(part.inputs)
-    loss = loss_sum(model, hidden, part, config.training.loss_chunk)
-    objective = loss
-    if moe.experts:
-        objective = objective + moe.balance_loss * statistics_LS[:, BALANCE].sum()
-        objective = objective + moe.z_loss * statistics_LS[:, Z_LOSS].sum()
-    (objective / valid_tokens).backward()
-    return loss.detach(), statistics_LS.detach()
 
 
 def clear_gradients(optimizers: Sequence[Optimizer]) -> None:

@@ -27,11 +27,12 @@ import torch
 
 from tenfold.config.run import RunConfig
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.objective import backward
 from tenfold.sharing.correlation import LayerGradients, aliases, drop_gradients
 from tenfold.training.measuring import Coming
 from tenfold.training.setup import shape_of
 from tenfold.training.stages import Stage, watched_pairs
-from tenfold.training.step import backward, micro_batches_of
+from tenfold.training.step import micro_batches_of
 
 Pair = tuple[int, int]
 _TIMED_PASSES = 3
@@ -79,7 +80,7 @@ class Watch:
         with LayerGradients(model.layers, list(model.parameters()), self.following.sharing) as gradients:
             for number, part in enumerate(parts):
                 gradients.half = number % 2
-                backward(model, part, valid_tokens, config)
+                backward(model, part, valid_tokens, config.training.loss_chunk)
         correlations = gradients.correlations(pairs)
         numbers = {"rule": self.rule["auto"], "pairs": [list(pair) for pair in pairs], "correlations": correlations}
         if self.rule["auto"] == "correlation":
@@ -159,7 +160,7 @@ def step_times(
         for number in range(_TIMED_PASSES + 1):  # one to get ready
             _wait(coming.batch.device)
             began = time.monotonic()
-            backward(model, parts[0], valid_tokens, config)
+            backward(model, parts[0], valid_tokens, config.training.loss_chunk)
             _wait(coming.batch.device)
             found = min(found, time.monotonic() - began) if number else found
         for hook in hooks:
