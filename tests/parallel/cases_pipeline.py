@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+import distributed.cases as proof
 from collectives import Collectives
 from distributed.cases import CPU, batch_of
 from tenfold.config.load import build
@@ -21,8 +23,20 @@ from tenfold.training.stages import plan_stages
 from tenfold.training.step import train_step
 
 
+def _config_of(_kind: Any, raw: dict[str, Any], where: str) -> RunConfig:
+    """The configuration of a run file, of which "known" is what a run learns of the model from its data."""
+    config = build(RunConfig, {key: value for key, value in raw.items() if key != "known"}, where)
+    return config.model_copy(update={"model": config.model.model_copy(update=raw.get("known", {}))})
+
+
+def many(raws: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
+    """`distributed.cases.steps` of each of several runs."""
+    with mock.patch.object(proof, "build", _config_of):
+        return [proof.steps(raw, world) for raw in raws]
+
+
 def _built(raw: dict[str, Any], world: int) -> Any:
-    config = build(RunConfig, raw, "run.toml")
+    config = _config_of(RunConfig, raw, "run.toml")
     (stage,) = stages = plan_stages(config)
     (degrees,) = degrees_of_stages(config, stages, world)
     layout = layout_of(config, stage.sharing, Mesh(degrees, "cpu"), CPU)

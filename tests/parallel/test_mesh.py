@@ -87,7 +87,7 @@ def test_degrees_that_fit_nothing_are_refused_with_key_value_and_reason(case):
 
 
 def test_degrees_that_fit_are_let_pass_uneven_ones_too():
-    check(Degrees(data_shard=4, expert=4, tensor=2, pipeline=5), MIXTURE, 8, 2, [12])
+    check(Degrees(data_shard=4, expert=4, tensor=2, pipeline=5), MIXTURE, 40, 2, [12])
     check(Degrees(context=3, data_shard=4, expert=4), MIXTURE, 8, 0, [12])
     check(Degrees(tensor=4), ModelConfig(heads=5, head_dim=2, vocab_size=9, vocab_multiple=1), 1, 0, [12])
     check(Degrees(tensor=6), MODEL.model_copy(update={"moe": MODEL.moe.model_copy(update={"ffn": 2})}), 1, 0, [12])

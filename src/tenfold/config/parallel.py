@@ -31,8 +31,8 @@ class ParallelConfig(Section):
         "1f1b",
         description="In what order pipeline ranks go through micro-batches: gpipe (all forward passes, then all "
         "backward); 1f1b (one of each in turn: less memory); interleaved-1f1b (several stages a rank: less waiting, "
-        "more messages); interleaved-zero-bubble and zbv (weight gradients fill the waiting; zbv goes up the ranks "
-        "and down again).",
+        "more messages); interleaved-zero-bubble and zbv (gradients of weights are put off, to fill the waiting, but "
+        "in stages that recompute, or whose layers share weights; zbv goes up the ranks and down again).",
     )
     pipeline_chunks: int = Field(2, gt=1, description="Stages of a rank, where the schedule interleaves them.")
     reshard: Literal["forward", "backward", "step"] = Field(

@@ -7,7 +7,7 @@ routing adds to the loss enters the gradient at each stage (`_AddLoss`), for its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ class Passes:
                 input_args=() if part.stage.first else (hidden,),
                 output_args=(torch.empty((), device="meta") if part.stage.last else hidden,),
                 group=ranks.group,
+                dw_builder=None if part.splits else _nothing_put_off,
             )
             for part in self._parts
         ]
@@ -77,6 +78,10 @@ class Passes:
         return sum(losses, start=losses[0].new_zeros(())), sum(statistics_LS[1:], start=statistics_LS[0])
 
 
+def _nothing_put_off() -> Callable[[], None]:
+    return lambda: None
+
+
 class _Part(nn.Module):
     """One stage of `model`, as a schedule calls it: with the number of a micro-batch and, but for the first, the hidden
     states of the stage before. The last gives the loss, as a share of the step's mean."""
@@ -85,6 +90,17 @@ class _Part(nn.Module):
         super().__init__()
         self._model, self.stage = (model,), stage  # no module of this one: schedules leave FSDP to `parallel.data`
         self.loss, self.statistics_LS = torch.zeros(()), torch.zeros(())
+
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of weights can be had after those of hidden states, where a schedule puts them off.
+
+        PyTorch finds the one apart from the other in graphs where a weight is used once; what is recomputed would be
+        so twice. Else both are made together.
+        """
+        layers = [self._model[0].layers.get_submodule(str(layer)) for layer in self.stage.layers]
+        used = [parameter for layer in layers for parameter in layer.parameters()]
+        return len(set(used)) == len(used) and all(getattr(layer, "recompute", "none") == "none" for layer in layers)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The model's. Those that the stage does not use do not disturb a schedule."""
