@@ -61,7 +61,7 @@ FOUR_RANKS = [
     run_file(DENSE, "all", "zbv", layers=9, degrees={"pipeline": 4}),
     run_file(MIXTURE | {"tie_embeddings": True}, "all", "1f1b", degrees={"data_shard": 2}),
     run_file(DENSE, "sandwich", "interleaved-1f1b", degrees={"data_shard": 2}),
-    run_file(MIXTURE, "all", "zbv", degrees={"data_shard": 2}),
+    run_file(MIXTURE, "all", "zbv", degrees={"data_shard": 2, "expert": 2}),
     run_file(MIXTURE, {"groups": 2}, "interleaved-zero-bubble", degrees={"tensor": 2}),
 ]
 
