@@ -74,11 +74,11 @@ def run_file(name: str, model: str, sharing: str) -> dict[str, Any]:
 def worker(name: str, model: str, sharing: str, steps: int) -> None:
     """On each rank: train, and on rank 0 print what was measured, as JSON."""
     import torch
+    import torch.distributed as dist
 
     from tenfold.config.load import build
     from tenfold.config.run import RunConfig
     from tenfold.hardware.memory import memory_used_bytes, peak_memory_bytes
-    from tenfold.parallel.launch import open_world
     from tenfold.parallel.mesh import Mesh
     from tenfold.parallel.traffic import Collectives
     from tenfold.training.optimizers import build_optimizers
@@ -87,31 +87,37 @@ def worker(name: str, model: str, sharing: str, steps: int) -> None:
     from tenfold.training.step import train_step
 
     kind = "cuda" if torch.cuda.device_count() >= ranks_of(LAYOUTS[name]) else "cpu"
-    config = build(RunConfig, run_file(name, model, sharing), name)
-    with open_world(kind, 120.0) as world:
-        device = torch.device(kind)
-        (stage,) = stages = plan_stages(config)
-        (degrees,) = degrees_of_stages(config, stages, world.size)
-        before = memory_used_bytes(device)
-        layout = layout_of(config, stage.sharing, Mesh(degrees, kind), device)
-        decoder = layout.build(1)
-        optimizers = build_optimizers(decoder, config.optim, layout)
-        mine = stage.batch_size // layout.data
-        batch = torch.randint(0, 8192, (mine, 257), generator=torch.Generator().manual_seed(world.rank)).to(device)
+    config, ranks = build(RunConfig, run_file(name, model, sharing), name), ranks_of(LAYOUTS[name])
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if ranks > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    device = torch.device(kind)
+    (stage,) = stages = plan_stages(config)
+    (degrees,) = degrees_of_stages(config, stages, ranks)
+    before = memory_used_bytes(device)
+    layout = layout_of(config, stage.sharing, Mesh(degrees, kind), device)
+    decoder = layout.build(1)
+    optimizers = build_optimizers(decoder, config.optim, layout)
+    mine = stage.batch_size // layout.data
+    generator = torch.Generator().manual_seed(layout.mesh.data_index)
+    batch = torch.randint(0, MODEL["vocab_size"], (mine, 257), generator=generator).to(device)
 
-        def step() -> float:
-            began = time.perf_counter()
-            train_step(decoder, optimizers, batch, 1, 1e-3, config, 0, 1, layout)
-            return time.perf_counter() - began
+    def step() -> float:
+        began = time.perf_counter()
+        train_step(decoder, optimizers, batch, 1, 1e-3, config, 0, 1, layout)
+        return time.perf_counter() - began
 
+    step()
+    with Collectives() as seen:
         step()
-        with Collectives() as seen:
-            step()
-        seconds = statistics.median(step() for _ in range(steps))
-        told = layout.of_all((seen.bytes, len(seen.calls), peak_memory_bytes(device) - before))
-        if world.first:
-            most = [max(values) for values in zip(*told, strict=True)]
-            print(json.dumps({"seconds": seconds, "bytes": most[0], "calls": most[1], "memory": most[2]}), flush=True)
+    seconds = statistics.median(step() for _ in range(steps))
+    told = layout.of_all((seen.bytes, len(seen.calls), peak_memory_bytes(device) - before))
+    if layout.number == 0:
+        most = [max(values) for values in zip(*told, strict=True)]
+        print(json.dumps({"seconds": seconds, "bytes": most[0], "calls": most[1], "memory": most[2]}), flush=True)
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
