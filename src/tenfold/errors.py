@@ -11,5 +11,7 @@ class TenfoldError(Exception):
 class RanksLost(Exception):  # noqa: N818 - what happened
     """Another rank died, hung, or stopped for a reason of its own: the run may go on when it is resumed.
 
-    The command line exits with code 75.
+    The command line exits with `code`: that of the rank that stopped, or 75 where it could not say any.
     """
+
+    code = 75

@@ -60,8 +60,6 @@ def _end_by_default(number: int, _frame: FrameType | None) -> None:
 
 def _ended(world: World, log: RankLog, error: BaseException) -> int:
     """Tell of what ended this rank; its exit code."""
-    from tenfold.parallel.watch import RESUME
-
     if isinstance(error, Exception):
         error = world.explained(error)
     watch = world.watch
@@ -75,7 +73,7 @@ def _ended(world: World, log: RankLog, error: BaseException) -> int:
                 watch.accuse(str(error), "lost")
             watch.say_lost(error)
             time.sleep(_LINGER / 2)
-        return RESUME
+        return error.code
     if isinstance(error, SystemExit) or watch is None:
         text, code = str(error), error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 2
         if watch is None:
@@ -83,7 +81,7 @@ def _ended(world: World, log: RankLog, error: BaseException) -> int:
         return code
     text, code = _told(error)
     log.write(f"tenfold: {text}")
-    watch.accuse(text)
+    watch.accuse(text, code=code)
     _say(world, log, text)
     return code
 

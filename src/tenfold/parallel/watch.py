@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from tenfold.parallel.logs import RankLog
 
-RESUME = 75
-"""Exit code of a rank that others are lost to (sysexits' EX_TEMPFAIL)."""
-
 GRACE = 30.0
 """Seconds beyond `parallel.timeout` after which exchanges give up by themselves."""
 
@@ -167,10 +164,10 @@ class Watch:
             f"the connection to other ranks was lost: {self._suspicion and self._suspicion[1]}"
         )
 
-    def accuse(self, text: str, kind: str = "error") -> None:
+    def accuse(self, text: str, kind: str = "error", code: int = RanksLost.code) -> None:
         """Tell all ranks to end, for a reason of this one or one that it found; the first of all is heard."""
         if self.store.add("faults", 1) == 1:
-            self.store.set("fault", json.dumps({"kind": kind, "rank": self.rank, "text": text}))
+            self.store.set("fault", json.dumps({"kind": kind, "rank": self.rank, "text": text, "code": code}))
 
     def speaks(self, subject: str) -> bool:
         """Whether this rank is the one of all that says `subject` on the terminal: the first that asks."""
@@ -194,7 +191,7 @@ class Watch:
                 if self._suspicion or (time.monotonic() - max(failing, self._moved) > _SILENT):
                     where = f" on {self.peers[0].host}" if self.peers else ""
                     text = f"{self._keeper}{where} is gone, and with it the store of the run: {error}".splitlines()[0]
-                    return self._end({"kind": "lost", "rank": self.rank, "text": text})
+                    return self._end({"kind": "lost", "rank": self.rank, "text": text, "code": RanksLost.code})
         return None
 
     def _look(self) -> None:
@@ -282,6 +279,7 @@ class Watch:
         self.log.write(f"tenfold: {text}")
         faulthandler.dump_traceback(self.log.file)
         self.lost = RanksLost(text)
+        self.lost.code = fault["code"]
         self._found.set()
         began = time.monotonic()
         while not self.ending and time.monotonic() - began < 3 * _HANDLING:
@@ -294,7 +292,7 @@ class Watch:
             if self._over.is_set():
                 return
         self.say_lost(self.lost)
-        leave(RESUME)
+        leave(self.lost.code)
 
     def say_lost(self, lost: RanksLost) -> None:
         """On the terminal, by one rank of all."""
