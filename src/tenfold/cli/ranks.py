@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -31,7 +30,6 @@ def on_ranks(work: Callable[[World, RankLog | None], int]) -> int:
     if world.size == 1:
         return work(world, None)
     from tenfold.parallel.logs import RankLog
-    from tenfold.parallel.watch import leave
 
     log = RankLog(world.rank)
     try:
@@ -40,11 +38,10 @@ def on_ranks(work: Callable[[World, RankLog | None], int]) -> int:
         _ending.append(world)
         code = work(world, log)
         signal.signal(signal.SIGTERM, former)
-        if world.watch is not None:
-            world.watch.stop()
     except BaseException as error:
         code = _ended(world, log, error)
-    leave(code)
+        if world.watch is not None:
+            world.watch.leave(code)
     return code
 
 
@@ -105,7 +102,7 @@ def _say(world: World, log: RankLog, text: str) -> None:
     try:
         number = watch.store.add(key, 1)
         began = time.monotonic()
-        while (having := watch.store.add(key, 0)) < world.size and time.monotonic() - began < _LINGER:
+        while (having := watch.store.add(key, 0)) < world.size and time.monotonic() - began < _LINGER / 2:
             time.sleep(0.1)
     except RuntimeError:  # the store went with its keeper
         number, having = 1, 1
@@ -119,4 +116,4 @@ def _say(world: World, log: RankLog, text: str) -> None:
                 f"tenfold: {watch.named([world.rank]) if watch.peers else f'rank {world.rank}'}{others}: {text}"
             )
         )
-    sys.stdout.flush()
+    time.sleep(_LINGER / 2)

@@ -114,6 +114,8 @@ class Watch:
 
     def __init__(self, rank: int, size: int, store: Store, log: RankLog, keeper: str = "rank 0") -> None:
         self.rank, self.size, self.store, self.log, self._keeper = rank, size, store, log, keeper
+        self.serves = rank == 0 and keeper == "rank 0"
+        self._gone = 0
         self.timeout = float("inf")
         self.lost: RanksLost | None = None
         """What was found, once it was."""
@@ -164,10 +166,13 @@ class Watch:
             f"the connection to other ranks was lost: {self._suspicion and self._suspicion[1]}"
         )
 
-    def accuse(self, text: str, kind: str = "error", code: int = RanksLost.code) -> None:
-        """Tell all ranks to end, for a reason of this one or one that it found; the first of all is heard."""
+    def accuse(self, text: str, kind: str = "error", code: int = RanksLost.code, gone: int = 0) -> None:
+        """Tell all ranks to end, for a reason of this one or one that it found; the first of all is heard. Of them
+        `gone` cannot hear it."""
         if self.store.add("faults", 1) == 1:
-            self.store.set("fault", json.dumps({"kind": kind, "rank": self.rank, "text": text, "code": code}))
+            self.store.set(
+                "fault", json.dumps({"kind": kind, "rank": self.rank, "text": text, "code": code, "gone": gone})
+            )
 
     def speaks(self, subject: str) -> bool:
         """Whether this rank is the one of all that says `subject` on the terminal: the first that asks."""
@@ -178,7 +183,7 @@ class Watch:
 
     def _run(self) -> None:
         failing = 0.0
-        while not self._over.wait(self._interval):
+        while not self._over.wait(self._interval if self._beat else 0.0):
             try:
                 self._look()
                 self._tell()
@@ -191,7 +196,9 @@ class Watch:
                 if self._suspicion or (time.monotonic() - max(failing, self._moved) > _SILENT):
                     where = f" on {self.peers[0].host}" if self.peers else ""
                     text = f"{self._keeper}{where} is gone, and with it the store of the run: {error}".splitlines()[0]
-                    return self._end({"kind": "lost", "rank": self.rank, "text": text, "code": RanksLost.code})
+                    return self._end(
+                        {"kind": "lost", "rank": self.rank, "text": text, "code": RanksLost.code, "gone": 1}
+                    )
         return None
 
     def _look(self) -> None:
@@ -220,7 +227,7 @@ class Watch:
             if gone and not self.store.check(["fault"]):
                 self._find(gone, {}, "is gone: its process ended without a word (killed, perhaps for memory)")
                 return
-        due = still > self.timeout or (self._suspicion is not None and self._states())
+        due = still > self.timeout or self._suspicion is not None
         if not due or time.monotonic() < self._judging:
             return
         if not self.speaks("judgement") and not self._judging:
@@ -258,20 +265,24 @@ class Watch:
         return self.store.check([f"done{rank}"])
 
     def _states(self) -> dict[int, State]:
-        """What every rank said last; of none before all have said something."""
+        """What every rank said last."""
         keys = [f"rank{rank}" for rank in range(self.size)]
         if not self.store.check(keys):
-            return {}
-        return {rank: State(**json.loads(told)) for rank, told in enumerate(self.store.multi_get(keys))}
+            keys = [key for key in keys if self.store.check([key])]
+        states = [State(**json.loads(told)) for told in (self.store.multi_get(keys) if keys else [])]
+        unheard = {rank: State(rank, 0, 0, "starting", None, 0.0, "", False, time.time()) for rank in range(self.size)}
+        return unheard | {state.rank: state for state in states}
 
     def _find(self, missing: Sequence[int], states: dict[int, State], why: str) -> None:
         states = states or self._states()
         text = describe(list(missing), why, states, self.peers, self.timeout)
-        self.accuse(f"{text}\nStacks of the ranks: {self.log.folder}" if self.log.folder else text, "lost")
+        self.accuse(
+            f"{text}\nStacks of the ranks: {self.log.folder}" if self.log.folder else text, "lost", gone=len(missing)
+        )
 
     def _end(self, fault: dict[str, Any]) -> None:
         """End this rank: the main thread does, if it notices itself; else this one."""
-        text = fault["text"]
+        text, self._gone = fault["text"], fault["gone"]
         if fault["kind"] == "error":
             if fault["rank"] == self.rank or self.ending:
                 return
@@ -292,23 +303,32 @@ class Watch:
             if self._over.is_set():
                 return
         self.say_lost(self.lost)
-        leave(self.lost.code)
+        self.leave(self.lost.code)
 
     def say_lost(self, lost: RanksLost) -> None:
         """On the terminal, by one rank of all."""
         if self.speaks("lost"):
             self.log.tell(f"tenfold: {lost}")
 
+    def leave(self, code: int) -> None:
+        """End the process now: what is open between ranks that are lost must not be waited for.
+
+        Only that of the store waits for those that still have to ask it something.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.store.add("left", 1)
+            began = time.monotonic()
+            while self.serves and time.monotonic() - began < 2 * _SILENT:
+                if self.store.add("left", 0) >= self.size - self._gone:
+                    break
+                time.sleep(0.1)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
     def named(self, ranks: Sequence[int]) -> str:
         """Ranks with their hosts."""
         return ranks_named(ranks, self.peers)
-
-
-def leave(code: int) -> None:
-    """End the process now: what is open between ranks that are lost must not be waited for."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
 
 
 def describe(missing: list[int], why: str, states: dict[int, State], peers: list[Peer], timeout: float) -> str:
