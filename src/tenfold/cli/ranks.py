@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _LINGER = 4.0  # seconds in which others are to hear why this rank ends: torchrun ends them when it has
 
+_STARTING = 15.0  # seconds by which ranks may differ in how long they take to start
+
 
 def on_ranks(work: Callable[[World, RankLog | None], int]) -> int:
     """The exit code of `work`, which is told of the processes and given this rank's log; a lone process has none.
@@ -102,7 +104,10 @@ def _say(world: World, log: RankLog, text: str) -> None:
     try:
         number = watch.store.add(key, 1)
         began = time.monotonic()
-        while (having := watch.store.add(key, 0)) < world.size and time.monotonic() - began < _LINGER / 2:
+        patience = _LINGER / 2 if watch.peers else _STARTING
+        while (having := watch.store.add(key, 0)) < world.size and time.monotonic() - began < patience:
+            if watch.store.add("left", 0):
+                break
             time.sleep(0.1)
     except RuntimeError:  # the store went with its keeper
         number, having = 1, 1

@@ -292,8 +292,8 @@ class Watch:
         self.lost = RanksLost(text)
         self.lost.code = fault["code"]
         self._found.set()
-        began = time.monotonic()
-        while not self.ending and time.monotonic() - began < 3 * _HANDLING:
+        began, patience = time.monotonic(), 3 * _HANDLING if self.peers else 6 * _HANDLING
+        while not self.ending and time.monotonic() - began < patience:
             time.sleep(self._interval / 4)
             self._look()
             if time.monotonic() - self._moved > _HANDLING:
