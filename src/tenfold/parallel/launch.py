@@ -223,7 +223,9 @@ def open_world(world: World, device: str, timeout: float) -> Iterator[None]:
 
     gpu = _take_gpu(world) if device == "cuda" else ""
     cores = f"{sum(1 << core for core in os.sched_getaffinity(0)):x}" if hasattr(os, "sched_getaffinity") else ""
-    peers = world.watch.meet(Peer.here(cores=cores, threads=threads_asked_for(), device=device, gpu=gpu), timeout)
+    me = Peer.here(cores=cores, threads=threads_asked_for(), device=device, gpu=gpu)
+    peers = world.watch.meet(me, max(timeout, _STORE_SECONDS))  # machines do not start alike
+    world.watch.timeout = timeout
     check_peers(peers)
     if not peers[world.rank].threads:
         torch.set_num_threads(threads_for(world.rank, peers, usable_cores()))

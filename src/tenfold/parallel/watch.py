@@ -149,11 +149,10 @@ class Watch:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise RanksLost(
                     f"{ranks_named(missing)} of {self.size} did not come within {timeout:g} s. Look at why "
-                    f"{'they do' if len(missing) > 1 else 'it does'} not start; parallel.timeout is how long is waited"
+                    f"{'they do' if len(missing) > 1 else 'it does'} not start; parallel.timeout may be set higher"
                 )
             time.sleep(0.1)
         self.peers = [Peer(**json.loads(told)) for told in self.store.multi_get(keys)]
-        self.timeout = timeout
         return self.peers
 
     def explain(self, error: BaseException) -> RanksLost:
