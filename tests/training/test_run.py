@@ -320,11 +320,13 @@ def test_a_run_directory_is_never_written_over(
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 
 
-def test_several_processes_are_refused(
+def test_half_of_a_launch_is_refused(
     run_file: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "one process" in refused(["train", str(run_file()), "--out", str(tmp_path / "run")], capsys)
+    assert "RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set" in refused(
+        ["train", str(run_file()), "--out", str(tmp_path / "run")], capsys
+    )
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
