@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives import Collectives
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
 from tenfold.parallel.layout import Layout
 from tenfold.parallel.mesh import Degrees, Mesh
+from tenfold.parallel.traffic import Collectives
 from tenfold.sharing.delinking import delink
 from tenfold.training.optimizers import build_optimizers, materialize
 from tenfold.training.relayout import lay_out_anew

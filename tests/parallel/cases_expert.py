@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives import Collectives
 from parallel.cases_tensor import CHUNK, LENGTH, configured, example_of, on_meta, whole_model
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, MixtureOfExperts, update_balance_bias
@@ -22,6 +21,7 @@ from tenfold.parallel.expert import ExpertGroup
 from tenfold.parallel.mesh import Degrees, Mesh, check
 from tenfold.parallel.splits import Split, cut, splits_of
 from tenfold.parallel.tensor import TensorGroup
+from tenfold.parallel.traffic import Collectives
 from tenfold.sharing.tying import materialize
 
 MOE: dict[str, Any] = {"experts": 8, "ffn": 7, "balance_loss": 0.3, "z_loss": 0.2}

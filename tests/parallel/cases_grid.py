@@ -6,7 +6,6 @@ from collections import Counter
 
 import torch
 
-from collectives import Collectives
 from parallel.cases_tensor import (
     BATCH,
     CHUNK,
@@ -20,6 +19,7 @@ from parallel.cases_tensor import (
 )
 from tenfold.evaluation.generation import generate_batch
 from tenfold.nn.objective import loss_sum
+from tenfold.parallel.traffic import Collectives
 
 
 def counted_collectives() -> list[Counter[str]]:

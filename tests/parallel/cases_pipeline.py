@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import distributed.cases as proof
-from collectives import Collectives
 from distributed.cases import CPU, batch_of
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
@@ -17,6 +16,7 @@ from tenfold.evaluation.generation import generate_batch
 from tenfold.evaluation.inference import inference
 from tenfold.nn.objective import loss_sum, make_example
 from tenfold.parallel.mesh import Mesh
+from tenfold.parallel.traffic import Collectives
 from tenfold.training.optimizers import build_optimizers
 from tenfold.training.setup import degrees_of_stages, layout_of
 from tenfold.training.stages import plan_stages

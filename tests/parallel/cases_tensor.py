@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives import Collectives
 from tenfold.config.model import ModelConfig
 from tenfold.evaluation.generation import generate_batch
 from tenfold.nn.decoder import Decoder
@@ -24,6 +23,7 @@ from tenfold.parallel.grid import tensor_ranks
 from tenfold.parallel.mesh import Degrees, Mesh, check
 from tenfold.parallel.splits import Split, cut, splits_of, vocabulary_of
 from tenfold.parallel.tensor import TensorGroup
+from tenfold.parallel.traffic import Collectives
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing, materialize, tie
 
