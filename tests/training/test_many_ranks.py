@@ -67,3 +67,21 @@ def test_two_ranks_train_as_one_and_checkpoints_go_both_ways(run_file: Any, tmp_
     done = torchrun(2, file, "--out", str(both), "--resume", "--parallel.data-replicate", "2")
     assert done.returncode == 0, done.stderr[-3000:]
     assert_equal_runs(both, alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("degrees", ["data_shard=2", "tensor=2", "context=2", "data_shard=2,expert=2", "pipeline=2"])
+def test_two_gpus_train_as_one_does(run_file: Any, tmp_path: Path, degrees: str) -> None:
+    training = 'device = "cuda"\nmicro_batch_size = 2'
+    file = tmp_path / "gpu.toml"
+    file.write_text(
+        Path(run_file(optim="eps = 1e-3")).read_text().replace('device = "cpu"', training), encoding="utf-8"
+    )
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    assert main(["train", str(file), "--out", str(alone)]) == 0
+    given = {"data_replicate": "1", "data_shard": "1", **dict(each.split("=") for each in degrees.split(","))}
+    flags = [word for axis, degree in given.items() for word in (f"--parallel.{axis.replace('_', '-')}", degree)]
+    done = torchrun(2, str(file), "--out", str(both), *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_equal_runs(both, alone)
