@@ -8,7 +8,7 @@ from ranks import on_ranks
 from tenfold.config.model import ModelConfig
 from tenfold.config.parallel import ParallelConfig
 from tenfold.errors import TenfoldError
-from tenfold.parallel.mesh import Degrees, check, degrees_of
+from tenfold.parallel.mesh import Degrees, check, degrees_of, fitting
 
 MODEL = ModelConfig(vocab_size=100, layers=6, hidden=48, heads=6, kv_heads=2, ffn=10)
 MIXTURE = MODEL.model_copy(update={"moe": MODEL.moe.model_copy(update={"experts": 12, "prototypes": 3, "ffn": 5})})
@@ -38,6 +38,18 @@ def test_where_all_is_open_no_more_ranks_have_samples_than_there_are():
     assert degrees_of(axes, 32, MODEL, 2) == Degrees(data_shard=2, tensor=2, pipeline=2, context=4)
     assert degrees_of(axes, 8, MIXTURE, 8) == Degrees(data_shard=8, expert=4)
     assert degrees_of(axes, 6, MIXTURE, 6) == Degrees(data_shard=6, expert=2)
+
+
+def test_where_all_is_open_what_fits_is_found_if_anything_does():
+    axes = ParallelConfig.model_validate("auto")
+    dense = ModelConfig(vocab_size=100, layers=4, hidden=32, heads=4, ffn=10)
+    # The rule would give data_shard 4 and context 3, and 32 tokens do not divide by 6.
+    assert fitting(axes, 12, dense, 8, 1, [32]) == Degrees(data_shard=2, tensor=2, pipeline=3)
+    assert fitting(axes, 4, dense, 5, 1, [33]) == Degrees(pipeline=4)
+    assert fitting(axes, 2, dense, 4, 4, [32]) == Degrees(tensor=2)  # two samples each are no micro-batch of four
+    assert fitting(ParallelConfig(tensor="auto"), 3, dense, 1, 0, [36]) == Degrees(tensor=3)
+    with pytest.raises(TenfoldError, match=r"sequences of 32 tokens do not divide .* = 10 runs"):
+        fitting(axes, 5, dense, 1, 0, [32])
 
 
 def test_degrees_that_do_not_make_the_world_are_refused_with_every_number():
@@ -84,6 +96,11 @@ def test_degrees_that_fit_nothing_are_refused_with_key_value_and_reason(case):
     micro, lengths = given.pop("micro", 0), given.pop("lengths", [12])
     with pytest.raises(TenfoldError, match=message):
         check(Degrees(**given), MIXTURE, 8, micro, lengths)
+
+
+def test_expert_ranks_need_experts():
+    with pytest.raises(TenfoldError, match=r"parallel.expert = 2 splits experts, and the model has none .*set it to 1"):
+        check(Degrees(data_shard=2, expert=2), MODEL, 8, 0, [12])
 
 
 def test_degrees_that_fit_are_let_pass_uneven_ones_too():

@@ -7,7 +7,8 @@ exchange most stand nearest to each other. The expert axis is the inner part of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -85,6 +86,48 @@ def degrees_of(config: ParallelConfig, world: int, model: ModelConfig, batch_siz
     return replace(degrees, grid=config.tensor_grid and degrees.tensor > 1)
 
 
+def fitting(
+    config: ParallelConfig, world: int, model: ModelConfig, batch_size: int, micro_batch_size: int, lengths: list[int]
+) -> Degrees:
+    """`degrees_of`, checked. Where what the rule chose for open axes fits nothing, the first of all others that fits.
+
+    Raises TenfoldError when no degrees do, with what is wrong with those of the rule.
+    """
+    degrees = degrees_of(config, world, model, batch_size)
+    try:
+        check(degrees, model, batch_size, micro_batch_size, lengths, config)
+    except TenfoldError:
+        for other in _others(config, world, model):
+            with suppress(TenfoldError):
+                check(other, model, batch_size, micro_batch_size, lengths, config)
+                return other
+        raise
+    return degrees
+
+
+def _others(config: ParallelConfig, world: int, model: ModelConfig) -> Iterator[Degrees]:
+    """All degrees that open axes may have on `world` ranks; first those with most ranks along the axes that `choose`
+    fills first."""
+    axes = ["data_shard", "data_replicate", "tensor", "pipeline", "context"]
+    each = [list(range(world, 0, -1)) if getattr(config, axis) == "auto" else [getattr(config, axis)] for axis in axes]
+    found = []
+
+    def go_on(chosen: dict[str, Any], rest: int) -> None:
+        if len(chosen) == len(axes):
+            found.extend([chosen] * (rest == 1))
+            return
+        for degree in each[len(chosen)]:
+            if rest % degree == 0:
+                go_on(chosen | {axes[len(chosen)]: degree}, rest // degree)
+
+    go_on({}, world)
+    found.sort(key=lambda degrees: -degrees["data_shard"] * degrees["data_replicate"])  # stable
+    for chosen in found:
+        degrees = Degrees(**chosen, expert=1 if config.expert == "auto" else int(config.expert))
+        degrees = replace(degrees, grid=config.tensor_grid and degrees.tensor > 1)
+        yield _spread(degrees, model) if config.expert == "auto" else degrees
+
+
 def choose(degrees: Degrees, open_axes: list[str], rest: int, model: ModelConfig, batch_size: int) -> Degrees:
     """Degrees for the axes that are open, which `rest` ranks are left for.
 
@@ -108,9 +151,14 @@ def choose(degrees: Degrees, open_axes: list[str], rest: int, model: ModelConfig
     if rest > 1:  # nothing divides it: told by `check`
         axis = next(axis for axis in open_axes if axis != "expert")
         degrees = _with(degrees, axis, getattr(degrees, axis) * rest)
-    if "expert" in open_axes and model.moe.experts:
-        degrees = replace(degrees, expert=math.gcd(degrees.shard, model.moe.experts // model.moe.prototypes))
-    return degrees
+    return _spread(degrees, model) if "expert" in open_axes else degrees
+
+
+def _spread(degrees: Degrees, model: ModelConfig) -> Degrees:
+    """With experts over as many of the data ranks as divide them."""
+    if not model.moe.experts:
+        return degrees
+    return replace(degrees, expert=math.gcd(degrees.shard, model.moe.experts // model.moe.prototypes))
 
 
 def _with(degrees: Degrees, axis: str, degree: int) -> Degrees:
@@ -148,6 +196,8 @@ def check(
         )
     if degrees.shard % degrees.expert:
         fail("expert", degrees.expert, f"does not divide data_shard x context = {degrees.shard}")
+    if degrees.expert > 1 and not moe.experts:
+        fail("expert", degrees.expert, "splits experts, and the model has none (model.moe.experts = 0); set it to 1")
     if degrees.expert > 1 and moe.experts // moe.prototypes % degrees.expert:
         fail(
             "expert",

@@ -23,7 +23,7 @@ from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.recompute import Recompute
 from tenfold.parallel.layout import Layout
-from tenfold.parallel.mesh import Degrees, Mesh, check, degrees_of
+from tenfold.parallel.mesh import Degrees, Mesh, fitting
 from tenfold.reporting.format import format_bytes
 from tenfold.sharing.tying import PARTS, Sharing, materialize, tie
 from tenfold.training.optimizers import fill_tensors
@@ -152,8 +152,8 @@ def degrees_of_stages(config: RunConfig, stages: list[Stage], world: int) -> lis
         where, batch = f"stages.{number} ({stage.name})", stage.batch_size
         try:
             asked = ParallelConfig(**{**config.parallel.model_dump(), **(stage.config.parallel or {})})
-            degrees = degrees_of(asked, world, config.model, batch)
-            check(degrees, config.model, batch, config.training.micro_batch_size, stage.lengths, asked)
+            micro_batch_size = config.training.micro_batch_size
+            degrees = fitting(asked, world, config.model, batch, micro_batch_size, stage.lengths)
         except TenfoldError as error:
             raise TenfoldError(f"{where}: {error}") from None
         for key, value in (("until", "auto" if stage.rule else ""), ("moments", stage.config.moments)):
