@@ -206,16 +206,18 @@ class Layout(Rank):
     def add_gradients(self, model: Decoder) -> None:
         """Add up what tensor ranks, and pipeline stages that share a block, have of one gradient each."""
         self.let_go(model)
-        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-        for name, parameter in self.named(model).items():
-            for axis, places in (("tensor", self.splits[name].tensor_copies), ("pipeline", self.stages_of(name))):
+        named = self.named(model)
+        for axis in ("tensor", "pipeline"):  # one after the other, that no two ranks wait for each other
+            by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+            for name, parameter in named.items():
+                places = self.splits[name].tensor_copies if axis == "tensor" else self.stages_of(name)
                 group = self.mesh.part(axis, places) if len(places) > 1 and parameter.requires_grad else None
                 if group is not None:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     by_group.setdefault(group, []).append(local_of(parameter.grad))
-        for group, gradients in by_group.items():
-            add_up(gradients, group)
+            for group, gradients in by_group.items():
+                add_up(gradients, group)
 
     def copies(self, model: Decoder) -> dict[nn.Parameter, int]:
         """How many ranks hold the same numbers of each parameter."""
