@@ -119,6 +119,9 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "recompute selective": ("mixture", {"training": {"recompute": "selective"}}),
     "sequences in pieces": ("dense", {"stages": [{"sharing": "none", "sequence_length": 8}]}),
     "updates not divided": ("dense", {"optim": {"divide_shared": False}, "stages": [{"sharing": "all"}]}),
+    "infinity norm": ("dense", {"optim": {"norm": "inf", "clip": 0.05}}),
+    "precision bf16": ("dense", {"training": {"precision": "bf16"}}),
+    "gather bf16": ("dense", {"parallel": {"gather": "bf16"}}),
     "no clipping": ("dense", {"optim": {"clip": 0.0}}),
     "muon": ("dense", {"optim": {"name": "muon"}}),
     "adafactor": ("dense", {"optim": {"name": "adafactor"}}),
@@ -156,9 +159,29 @@ REFUSED = (
 )
 """What is refused, with a message that says so: (feature, layout) -> words of it."""
 
-LOOSER = {"muon": 300.0}
-"""Muon's iteration in bf16 depends on the order of sums: one process that cuts a batch otherwise is off by 1e-3. So
-many times the tolerance of the others."""
+LOOSER = {"muon": 300.0, "precision bf16": 3000.0, "gather bf16": 3000.0}
+"""What depends on the order of sums by more than fp32 rounds, and so many times the tolerance of the others: Muon's
+iteration in bf16 (one process that cuts a batch otherwise is off by 1e-3), and what is rounded to bf16 on the way."""
+
+# Stages that lie otherwise than the one before, on four ranks: name -> (model, degrees of the three stages "delinked").
+CHANGES: dict[str, tuple[str, list[dict[str, int]]]] = {
+    "shards, then tensor, then pipeline": (
+        "dense",
+        [{"data_shard": 4}, {"data_shard": 2, "tensor": 2}, {"data_shard": 2, "pipeline": 2}],
+    ),
+    "replicas, then experts x tensor, then experts x pipeline": (
+        "mixture",
+        [
+            {"data_replicate": 4},
+            {"data_shard": 2, "expert": 2, "tensor": 2},
+            {"data_shard": 2, "expert": 2, "pipeline": 2},
+        ],
+    ),
+    "pipeline, then context, then shards": (
+        "mixture",
+        [{"pipeline": 4}, {"context": 2, "tensor": 2}, {"data_shard": 4, "expert": 2}],
+    ),
+}
 
 
 def feature_file(layout: str, feature: str) -> dict[str, Any]:
@@ -167,6 +190,18 @@ def feature_file(layout: str, feature: str) -> dict[str, Any]:
     raw = run_file(layout, model, "real", 1)
     for section, values in changes.items():
         raw[section] = {**raw[section], **values} if isinstance(values, dict) else values
+    return raw
+
+
+def change_file(change: str) -> dict[str, Any]:
+    """The run file of a change of layouts."""
+    model, degrees = CHANGES[change]
+    raw = run_file("shard", model, "delinked", 1)
+    raw["training"]["micro_batch_size"] = 2
+    one = {"data_replicate": 1, "data_shard": 1, "tensor": 1, "context": 1, "expert": 1, "pipeline": 1}
+    raw["stages"] = [
+        {**stage, "parallel": {**one, **each}} for stage, each in zip(STAGES["delinked"], degrees, strict=True)
+    ]
     return raw
 
 

@@ -11,7 +11,19 @@ import pytest
 import torch
 
 from distributed.cases import steps
-from distributed.layouts import LAYOUTS, LOOSER, REFUSED, SINGLE, entries, feature_file, features, matrix, run_file
+from distributed.layouts import (
+    CHANGES,
+    LAYOUTS,
+    LOOSER,
+    REFUSED,
+    SINGLE,
+    change_file,
+    entries,
+    feature_file,
+    features,
+    matrix,
+    run_file,
+)
 from ranks import on_ranks
 
 
@@ -68,6 +80,14 @@ def test_what_a_run_may_ask_works_along_every_axis_or_is_refused(layout: str) ->
             assert_equal(results, wanted(raw), f"{layout}: {feature}", LOOSER.get(feature, 1.0))
         else:
             assert all(refused in result["refused"] for result in results), (feature, results)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_stage_may_lie_otherwise_than_the_one_before(change: str) -> None:
+    raw = change_file(change)
+    found = on_ranks(4, "distributed.cases:many", [raw])
+    alone = {**raw, "stages": [{**stage, "parallel": {"data_shard": 1}} for stage in raw["stages"]]}
+    assert_equal([rank[0] for rank in found], wanted(alone), change)
 
 
 def test_the_page_has_the_tables_of_these_tests() -> None:

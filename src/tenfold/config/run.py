@@ -134,6 +134,7 @@ class OptimConfig(Section):
     momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices; norms, biases, embeddings: none.")
     clip: float = Field(1.0, ge=0, description="Largest global norm of the gradient; 0 is no clipping.")
+    norm: Literal["l2", "inf"] = Field("l2", description="Which norm of the gradient is told, and clipped.")
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field("cosine", description="Decay after the warm-up.")
     warmup: Share = Field(0.02, description="Share of the run's tokens over which the rate rises from 0.")
     decay: Share = Field(0.2, description="Share of the run's tokens over which wsd falls at the end.")
@@ -287,6 +288,11 @@ class RunConfig(Section):
                 "training: leave `until` out"
             )
         for number, stage in enumerate(self.stages):
+            if stage.moments == "measure" and self.optim.norm == "inf" and self.optim.clip:
+                raise ValueError(
+                    f'stages.{number}.moments = "measure" foresees clipping by the l2 norm, and optim.norm = "inf": '
+                    "take other moments, or optim.clip = 0"
+                )
             if (stage.until or {}).get("auto") == "returns" and (stage.batch_size or self.training.batch_size) < 2:
                 raise ValueError(
                     f"stages.{number}.until: auto = returns tells signal from noise by two halves of a batch, and the "

@@ -66,7 +66,7 @@ def train_step(
             parameter.grad /= len(layers)
 
     # One norm over all stored parameters, each once; then nothing that is not finite reaches the weights.
-    norm = gradient_norm(model, rank)
+    norm = gradient_norm(model, rank, math.inf if config.optim.norm == "inf" else 2.0)
     mean_loss, grad_norm = (total_loss / valid_tokens).item(), norm.item()
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         message = _describe_not_finite(model, step, mean_loss, rank)
