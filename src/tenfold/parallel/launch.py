@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import socket
 import time
@@ -81,13 +80,14 @@ class World:
 
         key, store = f"leisure/{what}", self.watch.store
         doing(what if self.first else f"waiting for rank 0: {what}", patient=True)
+        outcome: tuple[T | None, TenfoldError | None] = (None, None)
         if self.first:
-            store.set(key, pickle.dumps(_outcome(work)))  # type: ignore[arg-type]
+            outcome = _outcome(work)
+            store.set(key, "done")
         while not store.check([key]):
             time.sleep(0.5)
-        told = store.get(key)
         doing("starting")
-        return _value(pickle.loads(told))
+        return _value(self.agreed(outcome))
 
     def explained(self, error: Exception) -> Exception:
         """What is to be told of an error: of one of the talk between ranks, which of them is lost."""
