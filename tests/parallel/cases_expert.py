@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -22,7 +23,7 @@ from tenfold.parallel.mesh import Degrees, Mesh, check
 from tenfold.parallel.splits import Split, cut, splits_of
 from tenfold.parallel.tensor import TensorGroup
 from tenfold.parallel.traffic import Collectives
-from tenfold.sharing.tying import materialize
+from tenfold.sharing.tying import materialize, users
 
 MOE: dict[str, Any] = {"experts": 8, "ffn": 7, "balance_loss": 0.3, "z_loss": 0.2}
 
@@ -126,6 +127,7 @@ def summed_gradients(model: Decoder, splits: dict[str, Split]) -> dict[str, Tens
 
 def equal_to_one_rank(degrees: Degrees, names: list[str]) -> None:
     """Loss, statistics, every gradient, balancing biases, and what is computed without gradients."""
+    warnings.filterwarnings("error", ".*is deprecated", FutureWarning)
     for name in names:
         try:
             _compare(degrees, name)
@@ -171,7 +173,7 @@ def _compare(degrees: Degrees, name: str) -> None:
         assert own.any() != idle
     if whole.config.moe.bias_rate:
         for each, loads in ((model, statistics), (whole, theirs)):
-            update_balance_bias(each.layers, loads[:, LOADS:], whole.config.moe)
+            update_balance_bias(each, users(each.layers), loads[:, LOADS:], whole.config.moe)
         biases = [[layer.ffn.balance_bias for layer in each.layers] for each in (model, whole)]
         torch.testing.assert_close(*biases, rtol=0, atol=0)
     model.eval(), whole.eval()

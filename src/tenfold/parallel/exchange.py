@@ -27,6 +27,9 @@ from torch import Tensor
 from tenfold.nn.grouped import Rows, feed_forward_rows, sum_of_rows
 from tenfold.parallel.collectives import all_gather
 
+# PyTorch 2.13 warns of the name that 2.12 and before know it by.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -134,7 +137,7 @@ class Exchange:
         padded = x_AD.new_zeros(self.tensor.size() * plan.most, *x_AD.shape[1:]).index_copy_(0, plan.order, x_AD)
         # Not that of `collectives`, whose results selective recompute keeps: no gradient needs what experts return.
         own = x_AD.new_empty(plan.most, *x_AD.shape[1:])
-        dist.reduce_scatter_tensor(own, padded, group=self.tensor)
+        _reduce_scatter(own, padded, group=self.tensor)
         return own[: sum(plan.into)]
 
     def compute(self, gate: Tensor | None, up: Tensor, down: Tensor, *tickets: Tensor) -> Tensor:
