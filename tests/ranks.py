@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 120.0  # seconds in which every rank must have answered
+TIMEOUT = 300.0  # seconds in which every rank must have answered
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["ranks", "torch", "torch.distributed.fsdp", "tenfold.training.run"])
 

@@ -19,6 +19,7 @@ from tenfold.config.load import build, dump_toml, leaves, load_run, parse_flags,
 from tenfold.config.parallel import ParallelConfig
 from tenfold.config.run import EnergyConfig, RunConfig
 from tenfold.errors import TenfoldError
+from tenfold.parallel.launch import world_of
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +53,15 @@ _BEGINNING = {".lock", "tokenizer.json", "logs"}
 
 def main(argv: list[str]) -> int:
     """Run the command, on one process or as one of many; TenfoldError tells what the user can put right."""
+    if "-h" in argv or "--help" in argv:
+        if not world_of(os.environ).first:
+            return 0
+        print(USAGE)
+        list(parse_flags(RunConfig(), ["--help"], "tenfold train RUN.toml"))
     return on_ranks(lambda world, log: _main(argv, world, log))
 
 
 def _main(argv: list[str], world: World, log: RankLog | None) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(USAGE)
-        list(parse_flags(RunConfig(), ["--help"], "tenfold train RUN.toml"))
     parser = argparse.ArgumentParser(
         prog="tenfold train", usage=USAGE.removeprefix("usage: ").replace("%", "%%"), add_help=False, allow_abbrev=False
     )
