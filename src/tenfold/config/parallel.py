@@ -27,14 +27,20 @@ class ParallelConfig(Section):
     context: Degree = Field(1, description="Ranks that split every sequence.")
     pipeline: Degree = Field(1, description="Ranks that split the layers by depth.")
     expert: Degree = Field(1, description="Ranks that split the experts of a layer; divides data_shard x context.")
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"] = Field(
-        "1f1b",
-        description="In what order pipeline ranks go through micro-batches: gpipe (all forward passes, then all "
-        "backward); 1f1b (one of each in turn: less memory); interleaved-1f1b (several stages a rank: less waiting, "
-        "more messages); interleaved-zero-bubble and zbv (gradients of weights are put off, to fill the waiting, but "
-        "in stages that recompute, or whose layers share weights; zbv goes up the ranks and down again).",
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "terapipe"] = (
+        Field(
+            "1f1b",
+            description="In what order pipeline ranks go through micro-batches: gpipe (all forward passes, then all "
+            "backward); 1f1b (one of each in turn: less memory); interleaved-1f1b (several stages a rank: less waiting, "
+            "more messages); interleaved-zero-bubble and zbv (gradients of weights are put off, to fill the waiting, but "
+            "in stages that recompute, or whose layers share weights; zbv goes up the ranks and down again); terapipe "
+            "(every sequence in slices, one behind the other: for few, long ones; dense decoders).",
+        )
     )
     pipeline_chunks: int = Field(2, gt=1, description="Stages of a rank, where the schedule interleaves them.")
+    pipeline_slices: int = Field(
+        4, gt=1, description="Slices of every sequence, equally long, where the schedule is terapipe."
+    )
     reshard: Literal["forward", "backward", "step"] = Field(
         "forward",
         description="After what data_shard ranks let go of each other's weights: every forward pass of a segment "
@@ -52,6 +58,11 @@ class ParallelConfig(Section):
         if self.pipeline_schedule == "zbv":
             return 2
         return self.pipeline_chunks if self.pipeline_schedule.startswith("interleaved") else 1
+
+    @property
+    def slices(self) -> int:
+        """Of every sequence, that a pipeline rank works on one by one."""
+        return self.pipeline_slices if self.pipeline_schedule == "terapipe" else 1
 
     timeout: float = Field(
         600.0, gt=0, description="Seconds after which a rank that waits for the others gives up and names them."

@@ -13,6 +13,7 @@ from torch import Tensor
 from tenfold.nn.cache import LayerCache
 from tenfold.nn.documents import attend_within
 from tenfold.nn.products import product_dtype
+from tenfold.nn.slices import LayerSlice
 
 
 class Context(NamedTuple):
@@ -20,8 +21,9 @@ class Context(NamedTuple):
 
     rotary: Tensor | None
     """Cosines and sines of the positions' angles (`rotary_table`)."""
-    caches: tuple[LayerCache, ...] = ()
-    """In generation, the keys and values of this layer and of those above it; else none."""
+    caches: tuple[LayerCache | LayerSlice, ...] = ()
+    """In generation, and where sequences are trained on slice by slice, the keys and values of this layer and of those
+    above it; else none."""
     causal: bool = True
     """Whether a position sees only itself and those before it (a decoder), or all of them (an encoder)."""
     document_starts: Tensor | None = None
@@ -35,7 +37,7 @@ class Context(NamedTuple):
 def attend(q_BHTW: Tensor, k_BKSW: Tensor, v_BKSW: Tensor, context: Context) -> Tensor:
     """softmax(q k^T / sqrt(W)) v over the positions that `context` lets each position see, [B, H, T, W].
 
-    There may be more keys than queries, S > T: those of positions before (see `nn.cache`).
+    There may be more keys than queries, S > T: those of positions before (see `nn.cache`, `nn.slices`).
     """
     dtype, grouped = product_dtype(q_BHTW), q_BHTW.shape[1] != k_BKSW.shape[1]
     if dtype != q_BHTW.dtype:

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from tenfold.config.model import ModelConfig
 from tenfold.nn.attend import Context
 from tenfold.nn.attention import Attention, rotary_table
-from tenfold.nn.cache import KeyValueCache
+from tenfold.nn.cache import KeyValueCache, LayerCache
 from tenfold.nn.documents import documents_of
 from tenfold.nn.layers import Linear, Norm
 from tenfold.nn.moe import FeedForward, MixtureOfExperts
 from tenfold.nn.ranks import ALONE, Ranks, Stage
 from tenfold.nn.recompute import KEEP_ALL, Mode, Recompute, recomputed
+from tenfold.nn.slices import LayerSlice, SliceCache
 
 
 class Block(nn.Module):
@@ -108,7 +109,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens_BT: Tensor,
-        cache: KeyValueCache | None = None,
+        cache: KeyValueCache | SliceCache | None = None,
         stage: Stage | None = None,
         x_BTD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,7 @@ class Decoder(nn.Module):
         (`parallel.pipeline`): `stage` alone is gone through, from the hidden states `x_BTD` of the stage before.
         """
         ranks, length, positions_BT, starts = self.ranks, tokens_BT.shape[1], None, None
-        caches = () if cache is None else cache.begin(tokens_BT)
+        caches: tuple[LayerCache | LayerSlice, ...] = () if cache is None else cache.begin(tokens_BT)
         if caches:
             length, positions_BT = caches[0].end, caches[0].positions
         elif self.config.document_end is not None:

@@ -28,6 +28,7 @@ from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
 from tenfold.parallel.pipeline import StageRanks, holders_of, leave, stages_of_model
 from tenfold.parallel.rank import Rank, T
+from tenfold.parallel.slices import SlicedPasses
 from tenfold.parallel.splits import cut, splits_of
 from tenfold.sharing.tying import Sharing, materialize, tie, users
 
@@ -67,7 +68,7 @@ class Layout(Rank):
         self._users = {names[parameter]: layers for parameter, layers in users(whole.layers).items()}
         self._holders = holders_of(config, mesh.degrees.pipeline)
         self._stages = stages_of_model(whole, sharing, len(self._holders), positions)
-        self._passes: tuple[Any, Passes] | None = None
+        self._passes: tuple[Any, Passes | SlicedPasses] | None = None
 
     @cached_property
     def whole(self) -> Decoder:
@@ -164,12 +165,18 @@ class Layout(Rank):
         from tenfold.parallel.data import begin_schedule, end_schedule  # here: these take seconds to import
         from tenfold.parallel.schedule import Passes
 
-        degrees, count = self.degrees, len(micro_batches)
+        degrees, count, slices = self.degrees, len(micro_batches), self.config.slices
         sequences, length = micro_batches[0].inputs.shape
-        shape = (sequences, length // (degrees.context * degrees.tensor), self.model_config.hidden)
+        shape = (sequences, length // (degrees.context * degrees.tensor * slices), self.model_config.hidden)
         key = (model, count, shape)
         if self._passes is None or self._passes[0] != key:
-            self._passes = (key, Passes(model, ranks, self.config.pipeline_schedule, count, shape, self.device))
+            schedule = self.config.pipeline_schedule
+            passes: Passes | SlicedPasses
+            if schedule == "terapipe":
+                passes = SlicedPasses(model, ranks, slices, shape, self.device)
+            else:
+                passes = Passes(model, ranks, schedule, count, shape, self.device)
+            self._passes = (key, passes)
         begin_schedule(model)
         found = self._passes[1].run(micro_batches, valid_tokens, chunk)
         end_schedule(model)

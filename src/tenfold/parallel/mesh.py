@@ -179,7 +179,7 @@ def check(
     data, tensor, context = degrees.data, degrees.tensor, degrees.context
     moe = model.moe
 
-    def fail(key: str, degree: int | bool, why: str) -> None:
+    def fail(key: str, degree: int | bool | str, why: str) -> None:
         told = str(degree).lower() if isinstance(degree, bool) else degree
         raise TenfoldError(f"parallel.{key} = {told} {why} (the layout is {degrees}, {degrees.ranks} ranks)")
 
@@ -225,6 +225,8 @@ def check(
         fail("pipeline", degrees.pipeline, f"is more than model.layers = {model.layers}")
     if degrees.pipeline > 1:
         _check_schedule(degrees, model, batch_size // data, micro_batch_size, config or ParallelConfig(), fail)
+        if config is not None and config.pipeline_schedule == "terapipe":
+            _check_slices(degrees, model, lengths, config.slices, fail)
     for length in lengths:
         if length % (columns * (2 * context if context > 1 else 1)):
             runs = columns if context == 1 else 2 * context * columns
@@ -247,7 +249,7 @@ def _check_schedule(
         each = f"with pipeline_schedule = {schedule} and {config.stages_per_rank} stages a rank makes {stages} stages"
         fail("pipeline", ranks, f"{each}, more than model.layers = {model.layers}")
     micro_batches = samples // (micro_batch_size or samples)
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "terapipe"):
         return
     if micro_batches < ranks:
         told = f"training.micro_batch_size = {micro_batch_size}" + ("" if micro_batch_size else ", all at once,")
@@ -265,6 +267,25 @@ def _check_schedule(
             f"with pipeline_schedule = {schedule} goes through {micro_batches} micro-batches in {rounds} rounds, and "
             f"needs as many in each: change training.micro_batch_size, so that there are {ranks * rounds}, say",
         )
+
+
+def _check_slices(
+    degrees: Degrees, model: ModelConfig, lengths: list[int], slices: int, fail: Callable[..., None]
+) -> None:
+    """The part of `check` for pipeline ranks that go through sequences slice by slice."""
+    other = "take another schedule, 1f1b, say"
+    if model.objective == "masked":
+        why = "is for decoders, and with model.objective = masked a position sees those behind it"
+        fail("pipeline_schedule", "terapipe", f"{why}: {other}")
+    if model.moe.experts:
+        why = "is for dense models, for balance and capacity are those of whole sequences; model.moe.experts = "
+        fail("pipeline_schedule", "terapipe", f"{why}{model.moe.experts}: {other}")
+    if degrees.context > 1:
+        fail("pipeline_schedule", "terapipe", f"does not go with context = {degrees.context}: set it to 1, or {other}")
+    for length in lengths:
+        if length % (slices * degrees.tensor):
+            parts = f"{slices} slices" + (f" of {degrees.tensor} tensor ranks' runs" if degrees.tensor > 1 else "")
+            fail("pipeline_slices", slices, f"does not fit: sequences of {length} tokens do not divide into {parts}")
 
 
 def _check_grid(degrees: Degrees, model: ModelConfig, micro_batch_size: int, fail: Callable[..., None]) -> None:

@@ -154,6 +154,11 @@ def degrees_of_stages(config: RunConfig, stages: list[Stage], world: int) -> lis
             asked = ParallelConfig(**{**config.parallel.model_dump(), **(stage.config.parallel or {})})
             micro_batch_size = config.training.micro_batch_size
             degrees = fitting(asked, world, config.model, batch, micro_batch_size, stage.lengths)
+            if degrees.pipeline > 1 and asked.slices > 1 and config.training.compile:
+                raise TenfoldError(
+                    "parallel.pipeline_schedule = terapipe keeps keys and values outside of what torch.compile sees: "
+                    "set training.compile to false, or take another schedule, 1f1b, say"
+                )
         except TenfoldError as error:
             raise TenfoldError(f"{where}: {error}") from None
         for key, value in (("until", "auto" if stage.rule else ""), ("moments", stage.config.moments)):
