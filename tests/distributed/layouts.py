@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 # name -> (ranks, degrees); those of eight ranks are slow
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard": (2, {"data_shard": 2}),
     "replicate": (2, {"data_replicate": 2}),
     "tensor": (2, {"tensor": 2}),
     "context": (2, {"context": 2}),
     "expert": (2, {"data_shard": 2, "expert": 2}),
     "pipeline": (2, {"pipeline": 2}),
+    "pipeline by tokens": (2, {"pipeline": 2, "pipeline_schedule": "terapipe", "pipeline_slices": 4}),
     "replicate x pipeline": (4, {"data_replicate": 2, "pipeline": 2}),
     "replicate x shard": (4, {"data_replicate": 2, "data_shard": 2}),
     "shard x tensor": (4, {"data_shard": 2, "tensor": 2}),
@@ -238,7 +239,7 @@ def entries(layout: str) -> list[tuple[str, str, int]]:
 
     Eight processes go through all stages in one run.
     """
-    unfit = "dense" if "expert" in layout else "mixture" if "grid" in layout else None
+    unfit = "dense" if "expert" in layout else "mixture" if "grid" in layout or "tokens" in layout else None
     models = [model for model in MODELS if model != unfit]
     chosen = STAGES if LAYOUTS[layout][0] < 8 else ("delinked",)
     return [(model, stages, passes) for model in models for stages in chosen for passes in PASSES]

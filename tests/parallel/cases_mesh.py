@@ -31,7 +31,7 @@ def places(degrees: dict[str, int], parts: list[tuple[str, tuple[int, ...]]]) ->
 
 
 def parts_of_their_own() -> list[int]:
-    """The sums of rank numbers over parts which only their members ask for, each its own, again and again."""
+    """The sums of rank numbers over parts which those ask for that have one, each its own, again and again."""
     mesh = Mesh(Degrees(tensor=4), "cpu")
     sums = []
     for of_rank in ({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {1: (1, 2, 3), 2: (1, 2, 3), 3: (1, 2, 3)}) * 2:

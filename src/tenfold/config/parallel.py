@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from tenfold.config.base import Section
 from tenfold.config.units import AXES, Degree
 
+Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "terapipe"]
+
 
 class ParallelConfig(Section):
     """How many ranks split a run along each axis: see docs/parallel.md. `parallel = "auto"` leaves them all open."""
@@ -27,15 +29,13 @@ class ParallelConfig(Section):
     context: Degree = Field(1, description="Ranks that split every sequence.")
     pipeline: Degree = Field(1, description="Ranks that split the layers by depth.")
     expert: Degree = Field(1, description="Ranks that split the experts of a layer; divides data_shard x context.")
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv", "terapipe"] = (
-        Field(
-            "1f1b",
-            description="In what order pipeline ranks go through micro-batches: gpipe (all forward passes, then all "
-            "backward); 1f1b (one of each in turn: less memory); interleaved-1f1b (several stages a rank: less waiting, "
-            "more messages); interleaved-zero-bubble and zbv (gradients of weights are put off, to fill the waiting, but "
-            "in stages that recompute, or whose layers share weights; zbv goes up the ranks and down again); terapipe "
-            "(every sequence in slices, one behind the other: for few, long ones; dense decoders).",
-        )
+    pipeline_schedule: Schedule = Field(
+        "1f1b",
+        description="In what order pipeline ranks go through micro-batches: gpipe (all forward passes, then all "
+        "backward); 1f1b (one of each in turn: less memory); interleaved-1f1b (several stages a rank: less waiting, "
+        "more messages); interleaved-zero-bubble and zbv (gradients of weights are put off, to fill the waiting, but "
+        "in stages that recompute, or whose layers share weights; zbv goes up the ranks and down again); terapipe "
+        "(every sequence in slices, one behind the other: for few, long ones; dense decoders).",
     )
     pipeline_chunks: int = Field(2, gt=1, description="Stages of a rank, where the schedule interleaves them.")
     pipeline_slices: int = Field(

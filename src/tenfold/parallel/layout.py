@@ -216,10 +216,10 @@ class Layout(Rank):
         named = self.named(model)
         for axis in ("tensor", "pipeline"):  # one after the other, that no two ranks wait for each other
             by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-            for name, parameter in named.items():
+            for name in self.shapes:
                 places = self.splits[name].tensor_copies if axis == "tensor" else self.stages_of(name)
-                group = self.mesh.part(axis, places) if len(places) > 1 and parameter.requires_grad else None
-                if group is not None:
+                group, parameter = self.mesh.part(axis, places) if len(places) > 1 else None, named.get(name)
+                if group is not None and parameter is not None and parameter.requires_grad:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     by_group.setdefault(group, []).append(local_of(parameter.grad))

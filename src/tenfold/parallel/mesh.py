@@ -367,13 +367,14 @@ class Mesh:
         return mesh["data_replicate", shard] if self.degrees.data_replicate > 1 else mesh[shard]
 
     def part(self, axis: str, places: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Of the ranks along `axis` those at `places`, if this rank is one of them: these must ask, the others need
-        not."""
-        if self.place[axis] not in places:
-            return None
-        key = (axis, places)
+        """Of the ranks along `axis` those at `places`, if this rank is one of them. All along the axis must ask, in one
+        order."""
+        key, mine = (axis, places), self.place[axis] in places
         if key not in self._groups:
             everyone = dist.get_process_group_ranks(self.group(axis))
-            members = [everyone[place] for place in places]
+            if len(places) == len(everyone):
+                return self.group(axis)
+            # PyTorch finds a group by its members and by how many groups a rank has: who is no member opens one too.
+            members = [everyone[place] for place in places] if mine else [self.rank]
             self._groups[key] = dist.new_group(members, use_local_synchronization=True)
-        return self._groups[key]
+        return self._groups[key] if mine else None
