@@ -55,7 +55,7 @@ def questions(raw: dict[str, Any], world: int) -> dict[str, Any]:
             found[f"{when} loss"] = loss_sum(model, hidden, example, 5)
             found[f"{when} logits"] = model.logits(hidden[:, -3:])
         prompts = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
-        if config.model.objective == "causal":
+        if config.model.objective == "next-token":
             found[f"{when} text"] = torch.tensor(list(generate_batch(model, prompts, 6, temperature=0)))
         if when == "before":
             mine = config.training.batch_size // layout.data
