@@ -206,8 +206,10 @@ def test_a_fault_of_ours_has_another_code_and_its_traceback(tmp_path: Path) -> N
 def test_a_rank_that_hangs_or_dies_is_named(case: str, why: str, code: int | None, tmp_path: Path) -> None:
     ended = launched(case, tmp_path, ranks=3)
     assert ended.codes == [75, 75, code]
-    assert ended.told.count("tenfold:") == 1
-    assert re.search(rf"tenfold: rank 2 on \S+ {why}", ended.told)
+    # On a slow machine rank 0 may be gone before another rank has heard of all that it told.
+    _, _, *later = ended.told.split("tenfold: ")
+    assert all("and with it the store of the run" in told for told in later)
+    assert re.search(rf"\A[^:]*tenfold: rank 2 on \S+ {why}", ended.told)
     if case == "die":  # found at once: what others were last heard to do may be of the turn before
         assert re.search(r"  ranks? [01](-1)? on \S+: ", ended.told)
     else:
