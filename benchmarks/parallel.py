@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -38,7 +39,21 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 2 x pipeline 2": {"tensor": 2, "pipeline": 2},
     "shard 4, expert 4": {"data_shard": 4, "expert": 4},
     "shard 2 x pipeline 2, expert 2": {"data_shard": 2, "pipeline": 2, "expert": 2},
+    "pipeline 2 by tokens": {"pipeline": 2, "pipeline_schedule": "terapipe"},
+    "replicate 2 x pipeline 2": {"data_replicate": 2, "pipeline": 2},
+    "tensor 4": {"tensor": 4},
+    "tensor 4, a grid": {"tensor": 4, "tensor_grid": True},
+    "tensor 2 x context 2": {"tensor": 2, "context": 2},
+    "context 2 x pipeline 2": {"context": 2, "pipeline": 2},
+    "shard 2 x tensor 2, expert 2": {"data_shard": 2, "tensor": 2, "expert": 2},
+    "shard 2 x context 2, expert 4": {"data_shard": 2, "context": 2, "expert": 4},
+    "shard 2 x tensor 2 x pipeline 2": {"data_shard": 2, "tensor": 2, "pipeline": 2},
+    "shard 2 x context 2 x tensor 2": {"data_shard": 2, "context": 2, "tensor": 2},
+    "replicate 2 x shard 2 x tensor 2": {"data_replicate": 2, "data_shard": 2, "tensor": 2},
+    "shard 2 x tensor 2 x pipeline 2, expert 2": {"data_shard": 2, "tensor": 2, "pipeline": 2, "expert": 2},
+    "replicate 2 x shard 2 x context 2, expert 4": {"data_replicate": 2, "data_shard": 2, "context": 2, "expert": 4},
 }
+DEGREES = ("data_replicate", "data_shard", "tensor", "context", "pipeline")
 
 MODEL: dict[str, Any] = {
     "vocab_size": 8192,
@@ -54,10 +69,7 @@ MIXTURE: dict[str, Any] = {"experts": 16, "prototypes": 2, "ffn": 512, "balance_
 
 def ranks_of(degrees: dict[str, Any]) -> int:
     """How many ranks a layout has."""
-    product = 1
-    for axis, degree in degrees.items():
-        product *= degree if axis not in ("expert", "reshard") else 1
-    return product
+    return math.prod(degrees.get(axis, 1) for axis in DEGREES)
 
 
 def run_file(name: str, model: str, sharing: str) -> dict[str, Any]:
@@ -152,7 +164,9 @@ def main() -> None:
     names = [
         name
         for name in options.only
-        if ranks_of(LAYOUTS[name]) in (1, *options.ranks) and ("expert" not in name or options.model == "mixture")
+        if ranks_of(LAYOUTS[name]) in (1, *options.ranks)
+        and ("expert" not in name or options.model == "mixture")
+        and (("grid" not in name and "tokens" not in name) or options.model == "dense")
     ]
     names = ["one rank", *[name for name in names if name != "one rank"]]
     best: dict[str, dict[str, Any]] = {}
