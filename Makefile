@@ -23,12 +23,15 @@ demo: $(STAMP) ## pretrain a small mixture of experts, Pseudo then Real, on Pyth
 	@echo "==> training examples/demo.toml into runs/demo (goes on where it stopped, if it was stopped)"
 	@$(BIN)/tenfold train examples/demo.toml --out runs/demo --resume
 
+# Hundreds of processes are started: bytecode is kept for them, whatever the environment says.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
+
 test: $(STAMP) ## run every test
 	@echo "==> running all tests"
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q
+	@$(PYTEST) -n 2 --dist worksteal -q
 
 test-fast: $(STAMP) ## run the tests that are not marked slow
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -q -m 'not slow'
+	@$(PYTEST) -n 2 --dist worksteal -q -m 'not slow'
 
 test-gpu: $(STAMP) ## run the tests that need a CUDA device (in an environment whose PyTorch has CUDA)
 	@$(BIN)/pytest -q -m gpu
@@ -49,7 +52,8 @@ docs: $(STAMP) ## write docs/run-file.md from the code (and docs/demo.svg from t
 
 bench: $(STAMP) ## measure what docs/results.md reports (hours, and 7 GB of environments for the peers, in build/)
 	@echo "==> benchmarks; each prints its own table"
-	@for f in benchmarks/*.py; do echo "==> $$f"; $(BIN)/python $$f || exit 1; done
+	@failed=; for f in benchmarks/*.py; do echo "==> $$f"; $(BIN)/python $$f || failed="$$failed $$f"; done; \
+	test -z "$$failed" || { echo "==> failed:$$failed"; exit 1; }
 
 clean: ## remove the environment, runs and prepared data
 	rm -rf $(VENV) runs data

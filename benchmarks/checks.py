@@ -13,11 +13,11 @@ import torch
 
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
+from tenfold.planning.stages import plan_stages
 from tenfold.sharing.delinking import delink
 from tenfold.training.measuring import Coming, measure_moments
 from tenfold.training.optimizers import build_optimizers
 from tenfold.training.setup import build_model
-from tenfold.training.stages import plan_stages
 from tenfold.training.step import train_step
 from tenfold.training.when import Watch
 

@@ -93,9 +93,9 @@ def worker(name: str, model: str, sharing: str, steps: int) -> None:
     from tenfold.hardware.memory import memory_used_bytes, peak_memory_bytes
     from tenfold.parallel.mesh import Mesh
     from tenfold.parallel.traffic import Collectives
+    from tenfold.planning.stages import plan_stages
     from tenfold.training.optimizers import build_optimizers
     from tenfold.training.setup import degrees_of_stages, layout_of
-    from tenfold.training.stages import plan_stages
     from tenfold.training.step import train_step
 
     kind = "cuda" if torch.cuda.device_count() >= ranks_of(LAYOUTS[name]) else "cpu"

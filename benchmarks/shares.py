@@ -27,9 +27,9 @@ from tenfold.hardware.device import matrix_rate
 from tenfold.hardware.memory import keep_freed_memory, peak_memory_bytes
 from tenfold.nn.counting import count
 from tenfold.nn.products import product_dtype
+from tenfold.planning.stages import plan_stages
 from tenfold.training.optimizers import build_optimizers
 from tenfold.training.setup import DTYPES, build_model
-from tenfold.training.stages import plan_stages
 from tenfold.training.step import train_step
 
 sys.path.append(str(Path(__file__).parent / "peers"))

@@ -38,9 +38,9 @@ def worker(steps: int, flags: list[str]) -> None:
 
     from tenfold.config.load import load_run
     from tenfold.hardware.memory import peak_memory_bytes
+    from tenfold.planning.stages import plan_stages
     from tenfold.training.optimizers import build_optimizers
     from tenfold.training.setup import build_model, compile_layers, resolve
-    from tenfold.training.stages import plan_stages
     from tenfold.training.step import train_step
 
     device = torch.device("cpu")

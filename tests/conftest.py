@@ -1,4 +1,4 @@
-"""What tests of several floors share: a tiny decoder, of any pattern and shape."""
+"""What tests of several floors share: a tiny decoder, of any pattern and shape; offload in small pieces."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tenfold.config.model import ModelConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.nn.recompute import Mode, Recompute
+from tenfold.offload import units
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing, tie
 
@@ -21,6 +22,12 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, d
 hypothesis.settings.load_profile("fixed")
 
 TINY: dict[str, Any] = {"vocab_size": 50, "layers": 4, "hidden": 16, "heads": 2, "ffn": 24, "init_std": 0.2}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offload cuts large parameters into several pieces: of a page of fp32."""
+    monkeypatch.setattr(units, "PIECE", 1024)
 
 
 @pytest.fixture

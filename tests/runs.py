@@ -1,7 +1,11 @@
-"""What tests read from run directories, and from commands that refuse."""
+"""What tests read from run directories, and runs that are stopped; commands that refuse."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import torch
 
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
-from tenfold.reporting.metrics import read_metrics
+from tenfold.reporting.metrics import MetricsWriter, read_metrics
 
 
 def of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -43,3 +47,18 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err + shown.out
     return " ".join(shown.err.split())
+
+
+@contextlib.contextmanager
+def stopping_at(*steps: int) -> Iterator[None]:
+    """Runs of this process get a SIGTERM as soon as they have told one of these steps."""
+    original = MetricsWriter.write
+
+    def write(self: MetricsWriter, event: dict[str, Any]) -> None:
+        original(self, event)
+        if event["event"] == "step" and event["step"] in steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsWriter, "write", write)
+        yield

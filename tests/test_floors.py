@@ -14,6 +14,8 @@ FLOORS = [
     "evaluation",
     "checkpoint",
     "integrations",
+    "planning",
+    "offload",
     "parallel",
     "sharing",
     "nn",

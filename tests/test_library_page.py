@@ -74,6 +74,30 @@ def test_a_loop_of_ones_own():
     assert equal(model, by_hand(BATCHES[:4], 2))
 
 
+def test_state_below_the_device(tmp_path, capsys):
+    plain, model, checkpoint = llama(), llama(), tmp_path / "checkpoint.pt"
+    (tmp_path / "folder").mkdir()
+    scope = {"model": model, "batches": BATCHES[:3], "folder": tmp_path / "folder", "checkpoint": checkpoint}
+    exec(code("State below the device"), {**scope, "budget": 170_000})
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    for batch in BATCHES[:3]:
+        plain(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert equal(model, plain)
+    assert "moments disk" in capsys.readouterr().out
+    saved = torch.load(checkpoint)
+    again = llama(seed=1)
+    again.load_state_dict(saved["model"])
+    assert equal(again, plain)
+    assert all(
+        torch.equal(value, saved["optimizer"]["state"][number][key])
+        for number, state in optimizer.state_dict()["state"].items()
+        for key, value in state.items()
+    )
+
+
 def test_the_trainer_of_transformers(tmp_path):
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(

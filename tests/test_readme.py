@@ -10,7 +10,7 @@ import pytest
 
 from tenfold.cli.main import COMMANDS, main
 from tenfold.config.load import load_run
-from tenfold.training.stages import plan_stages
+from tenfold.planning.stages import plan_stages
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

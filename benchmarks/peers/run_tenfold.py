@@ -8,9 +8,9 @@ from common import BETAS, CLIP, DECAY, JOB, LEARNING_RATE, LENGTH, SHAPE, VOCABU
 from tenfold.config.model import ModelConfig
 from tenfold.config.run import DataConfig, OptimConfig, RunConfig, TrainingConfig
 from tenfold.hardware.memory import keep_freed_memory
+from tenfold.planning.stages import plan_stages
 from tenfold.training.optimizers import build_optimizers
 from tenfold.training.setup import build_model, check_compiler, compile_layers
-from tenfold.training.stages import plan_stages
 from tenfold.training.step import train_step
 
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tenfold.cli.main import main
+from tenfold.config.run import OptimConfig
 from tenfold.training import timing
 from tenfold.training.setup import state_bytes
 
@@ -53,7 +54,7 @@ def test_both_stages_are_counted_and_timed_and_nothing_is_written(advise: Any, t
     pseudo, real = told["stages"]
     assert (pseudo["name"], real["name"]) == ("pseudo", "free")
     assert pseudo["stored_parameters"] < real["stored_parameters"]
-    assert pseudo["state_bytes"] == state_bytes(pseudo["stored_parameters"], "adamw")
+    assert pseudo["state_bytes"] == state_bytes(pseudo["stored_parameters"], OptimConfig())
     for stage in (pseudo, real):
         assert stage["timed_steps"] >= 4
         assert stage["tokens_per_step"] == 32

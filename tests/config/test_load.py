@@ -54,6 +54,15 @@ def test_flags_of_stages_count_from_zero(read):
     assert config.stages[1].name == "b"
 
 
+def test_a_flag_that_says_two_things_of_one_degree_is_refused(read, capsys):
+    with pytest.raises(SystemExit) as ended:
+        read('stages = [{name = "a", until = "20%"}, {name = "b"}]', "--stages.1.parallel", "tensor=2,tensor=1")
+    assert ended.value.code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "--stages.1.parallel" in told
+    assert "tensor is given twice" in told
+
+
 @pytest.mark.parametrize(
     ("given", "found"), [("true", "full"), ("false", "none"), ('"selective"', "selective"), ('"full"', "full")]
 )
@@ -76,6 +85,71 @@ def test_recompute_is_a_mode_or_true_or_false_in_files_and_flags(read, given, fo
 def test_a_wrong_recompute_is_refused_with_its_path(read, given, told):
     with pytest.raises(TenfoldError) as caught:
         read(f"[training]\nsteps = 1\n{given}")
+    assert told in str(caught.value)
+
+
+STAGES = """
+training = {steps = 9, batch_size = 8, micro_batch_size = 4, recompute = "full", recompute_layers = 3}
+model.layers = 6
+parallel = {tensor = 2, reshard = "backward"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "passes", "recompute"),
+    [
+        ("", 4, ("full", 3)),
+        ("micro_batch_size = 2", 2, ("full", 3)),
+        ("micro_batch_size = 0", 0, ("full", 3)),
+        ("recompute_layers = 5", 4, ("full", 5)),
+        ('recompute = "selective"', 4, ("selective", None)),
+        ("recompute = false", 4, ("none", None)),
+        ("recompute = true\nrecompute_layers = 1", 4, ("full", 1)),
+    ],
+)
+def test_a_stage_has_its_own_passes_and_recompute_or_the_runs(read, own, passes, recompute):
+    config = read(f'{STAGES}\n[[stages]]\nuntil = "50%"\n{own}\n[[stages]]\nname = "last"')
+    found = config.of_stage(config.stages[0]).training
+    assert (found.micro_batch_size, found.recompute, found.recompute_layers) == (passes, *recompute)
+    assert config.of_stage(config.stages[1]) == config
+    assert config.of_stage(config.stages[0]).of_stage(config.stages[0]) == config.of_stage(config.stages[0])
+
+
+def test_a_stage_lies_as_its_keys_of_parallel_say_and_else_as_the_run(read):
+    text = STAGES + '[[stages]]\nparallel = {reshard = "step", pipeline = 2, pipeline_schedule = "gpipe"}'
+    config = read(text)
+    own = config.of_stage(config.stages[0]).parallel
+    assert (own.tensor, own.reshard, own.pipeline, own.pipeline_schedule) == (2, "step", 2, "gpipe")
+    assert build(RunConfig, tomllib.loads(dump_toml(config)), "written") == config
+    flagged = read(STAGES, "--stages.0.parallel", "reshard=step,pipeline=2,pipeline_schedule=gpipe")
+    assert flagged.of_stage(flagged.stages[0]).parallel == own
+    opened = read(STAGES, "--stages.0.parallel", "auto")
+    assert opened.of_stage(opened.stages[0]).parallel.tensor == "auto"
+
+
+def test_a_flag_adds_to_what_is_all_open(read):
+    config = read('parallel = "auto"\n[training]\nsteps = 5', "--parallel.tensor", "2", "--parallel.cluster", "8:h100")
+    assert (config.parallel.tensor, config.parallel.data_shard, config.parallel.cluster) == (2, "auto", "8:h100")
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ("micro_batch_size = 3", "training.batch_size = 8 is not a multiple of stages.0.micro_batch_size = 3"),
+        ("batch_size = 6", "stages.0.batch_size = 6 is not a multiple of training.micro_batch_size = 4"),
+        ("recompute_layers = 7", "stages.0.recompute_layers = 7 is more than model.layers = 6"),
+        ("recompute = false\nrecompute_layers = 2", 'stages.0.recompute_layers = 2 needs recompute = "selective" or'),
+        ("parallel = {tensors = 2}", "there is no key 'tensors'; the keys are data_replicate, data_shard, tensor,"),
+        ("parallel = {tensor = 0}", "tensor = 0: expected a number of ranks"),
+        ('parallel = {pipeline_schedule = "2f2b"}', "pipeline_schedule = '2f2b': Input should be 'gpipe', '1f1b'"),
+        ("parallel = {timeout = 5.0}", "timeout holds for all stages of a run: set parallel.timeout"),
+        ('parallel = {cluster = "h100"}', "cluster holds for all stages of a run: set parallel.cluster"),
+        ("foreseen = {seconds = 1}", "expected {seconds = 0.41, device_bytes = "),
+    ],
+)
+def test_a_wrong_key_of_a_stages_own_is_refused_with_its_path(read, own, told):
+    with pytest.raises(TenfoldError) as caught:
+        read(f"{STAGES}\n[[stages]]\n{own}")
     assert told in str(caught.value)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tenfold.config.load import load_run
 from tenfold.config.reference import reference
 from tenfold.config.run import RunConfig
-from tenfold.training.stages import plan_stages
+from tenfold.planning.stages import plan_stages
 
 ROOT = Path(__file__).parents[2]
 

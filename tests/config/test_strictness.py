@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from tenfold.config.load import build, load_run
 from tenfold.config.model import ModelConfig, MoEConfig
-from tenfold.config.run import RunConfig, StageConfig
+from tenfold.config.run import RunConfig
+from tenfold.config.stage import StageConfig
 from tenfold.errors import TenfoldError
 
 

@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tenfold.config.units import _show_until, parse_count, parse_share, parse_sharing, parse_until
+from tenfold.config.parallel import parse_override
+from tenfold.config.units import (
+    _show_until,
+    parse_count,
+    parse_foreseen,
+    parse_joules,
+    parse_lengths,
+    parse_seconds,
+    parse_share,
+    parse_sharing,
+    parse_until,
+    parse_weights,
+)
 
 
 @pytest.mark.parametrize(
@@ -163,3 +175,55 @@ def test_a_rule_that_makes_no_sense_is_refused(value):
 def test_what_is_not_an_end_of_a_stage_is_refused(value):
     with pytest.raises(ValueError, match=r"stage|share|count|whole number"):
         parse_until(value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "told"),
+    [
+        (parse_override, "tensor=2,data_shard=2,tensor=1", "tensor is given twice, as '2' and as '1'"),
+        (parse_override, "{tensor=2, tensor=2}", "tensor is given twice"),
+        (parse_weights, "web=0.7,code=0.3,web=0.1", "web is given twice, as '0.7' and as '0.1'"),
+        (parse_lengths, "from=64,over=50%,from=32", "from is given twice"),
+        (parse_until, "auto=returns,every=50,every=60", "every is given twice"),
+    ],
+)
+def test_a_key_that_a_flag_gives_twice_is_refused(parse, text, told):
+    with pytest.raises(ValueError, match=told):
+        parse(text)
+
+
+def test_pairs_of_a_flag_are_read_with_spaces_and_quotes():
+    assert parse_override('{tensor = 2, data_shard = "auto"}') == {"tensor": 2, "data_shard": "auto"}
+    assert parse_weights("web = 0.7, 'code'=0.3") == {"web": 0.7, "code": 0.3}
+
+
+def test_what_a_plan_foresaw_is_read_from_a_table_and_from_a_flag() -> None:
+    found = {"seconds": 0.5, "device_bytes": 2**30, "cluster": "8:h100,price=2"}
+    assert parse_foreseen({"seconds": 0.5, "device_bytes": "1GiB", "cluster": "8:h100,price=2"}) == found
+    assert parse_foreseen("{seconds=0.5, device_bytes=1GiB, cluster=8:h100,price=2}") == found
+    for wrong in (
+        {**found, "seconds": 0},
+        {**found, "seconds": "soon"},
+        {**found, "device_bytes": "much"},
+        "seconds=1",
+    ):
+        with pytest.raises(ValueError, match=r"seconds|device_bytes"):
+            parse_foreseen(wrong)
+
+
+def test_times_and_energies_are_read_with_their_units() -> None:
+    assert [parse_seconds(text) for text in ("90m", "36h", "10d", "1.5 h", "20", "5s")] == [
+        5400,
+        129600,
+        864000,
+        5400,
+        20,
+        5,
+    ]
+    assert [parse_joules(text) for text in ("500kWh", "2GJ", "1.5 MWh", "7J")] == [1.8e9, 2e9, 5.4e9, 7]
+    for text in ("", "d", "10w", "-3h", "0d"):
+        with pytest.raises(ValueError, match="as a time"):
+            parse_seconds(text)
+    for text in ("", "5", "5kW", "0J"):
+        with pytest.raises(ValueError, match="as energy"):
+            parse_joules(text)

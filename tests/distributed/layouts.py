@@ -5,9 +5,10 @@ docs/parallel.md shows it, made by `python tests/distributed/layouts.py`.
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
-# name -> (ranks, degrees); those of eight ranks are slow
+# name -> (ranks, degrees)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shard": (2, {"data_shard": 2}),
     "replicate": (2, {"data_replicate": 2}),
@@ -36,6 +37,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "expert x tensor x pipeline": (8, {"data_shard": 2, "expert": 2, "tensor": 2, "pipeline": 2}),
     "replicate x expert x context": (8, {"data_replicate": 2, "data_shard": 2, "context": 2, "expert": 4}),
 }
+
+QUICK = ("replicate x shard", "tensor x context", "expert x pipeline")
+"""Of the layouts of four ranks those that are not marked slow: between them they have every axis."""
 
 # Nothing is even: 3 heads, 51 rows of the vocabulary, an embedding of 5 columns (of 4 shards of its rows one is empty).
 DENSE: dict[str, Any] = {
@@ -86,6 +90,12 @@ STAGES: dict[str, list[dict[str, Any]]] = {
 }
 
 PASSES = (1, 2)
+
+
+def below(layers: str, *kinds: str) -> dict[str, Any]:
+    """The section of a run file that has kinds of state of some layers lie on disk."""
+    rule = {"layers": layers, **dict.fromkeys(kinds, "disk")}
+    return {"disk": [tempfile.gettempdir()], "placement": [rule]}
 
 
 # What a run may ask besides: name -> (model, what differs in its run file). Each on two ranks along every axis.
@@ -148,6 +158,34 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
             ]
         },
     ),
+    "offload: weights, gradients, moments": (
+        "mixture",
+        {
+            "offload": below("all", "weights", "gradients", "moments"),
+            "training": {"micro_batch_size": 2},
+            "stages": STAGES["delinked"],
+        },
+    ),
+    "offload: weights, moments, activations": (
+        "mixture",
+        {
+            "offload": below("all", "weights", "moments", "activations"),
+            "training": {"micro_batch_size": 2},
+            "stages": STAGES["delinked"],
+        },
+    ),
+    # Of matrices of one row one of two shards is empty; those of 85 rows are cut in two, of which one is but padding.
+    "offload: every second layer": (
+        "dense",
+        {
+            "model": {"ffn": 85},
+            "offload": below("every 2 from 1", "weights", "moments"),
+            "stages": [
+                {"name": "relaxed", "sharing": "all", "rank": 1, "until": {"steps": 3}},
+                {"name": "real", "sharing": "none"},
+            ],
+        },
+    ),
 }
 
 SINGLE = ("replicate", "shard", "tensor", "context", "expert", "pipeline")
@@ -157,6 +195,7 @@ REFUSED = (
     {("adafactor", axis): "does not train on several ranks" for axis in SINGLE}
     | {(feature, axis): "needs one rank" for feature in ("moments: measure", "until: auto") for axis in SINGLE}
     | {("muon", "tensor"): "whole matrices"}
+    | {("offload: weights, gradients, moments", axis): f"parallel.{axis} = 2" for axis in ("tensor", "pipeline")}
 )
 """What is refused, with a message that says so: (feature, layout) -> words of it."""
 
@@ -164,8 +203,9 @@ LOOSER = {"muon": 300.0, "precision bf16": 3000.0, "gather bf16": 3000.0}
 """What depends on the order of sums by more than fp32 rounds, and so many times the tolerance of the others: Muon's
 iteration in bf16 (one process that cuts a batch otherwise is off by 1e-3), and what is rounded to bf16 on the way."""
 
-# Stages that lie otherwise than the one before, on four ranks: name -> (model, degrees of the three stages "delinked").
-CHANGES: dict[str, tuple[str, list[dict[str, int]]]] = {
+# Stages that lie otherwise than the one before, on four ranks: name -> (model, `parallel` of the three stages
+# "delinked").
+CHANGES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "shards, then tensor, then pipeline": (
         "dense",
         [{"data_shard": 4}, {"data_shard": 2, "tensor": 2}, {"data_shard": 2, "pipeline": 2}],
@@ -182,6 +222,14 @@ CHANGES: dict[str, tuple[str, list[dict[str, int]]]] = {
         "mixture",
         [{"pipeline": 4}, {"context": 2, "tensor": 2}, {"data_shard": 4, "expert": 2}],
     ),
+    "schedules, then ZeRO-1": (
+        "dense",
+        [
+            {"pipeline": 2, "data_shard": 2, "pipeline_schedule": "gpipe"},
+            {"pipeline": 2, "tensor": 2, "pipeline_schedule": "zbv"},
+            {"data_shard": 4, "reshard": "step"},
+        ],
+    ),
 }
 
 
@@ -190,19 +238,27 @@ def feature_file(layout: str, feature: str) -> dict[str, Any]:
     model, changes = FEATURES[feature]
     raw = run_file(layout, model, "real", 1)
     for section, values in changes.items():
-        raw[section] = {**raw[section], **values} if isinstance(values, dict) else values
+        raw[section] = {**raw.get(section, {}), **values} if isinstance(values, dict) else values
     return raw
+
+
+def offload_file(layout: str, model: str, layers: str, *kinds: str) -> dict[str, Any]:
+    """The run file of a run through all stages with kinds of state on disk."""
+    return run_file(layout, model, "delinked", 2) | {"offload": below(layers, *kinds)}
 
 
 def change_file(change: str) -> dict[str, Any]:
     """The run file of a change of layouts."""
     model, degrees = CHANGES[change]
+    return between(model, degrees, STAGES["delinked"])
+
+
+def between(model: str, degrees: list[dict[str, Any]], stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run file of `stages` of which each lies on four ranks by its `degrees`."""
     raw = run_file("shard", model, "delinked", 1)
     raw["training"]["micro_batch_size"] = 2
     one = {"data_replicate": 1, "data_shard": 1, "tensor": 1, "context": 1, "expert": 1, "pipeline": 1}
-    raw["stages"] = [
-        {**stage, "parallel": {**one, **each}} for stage, each in zip(STAGES["delinked"], degrees, strict=True)
-    ]
+    raw["stages"] = [{**stage, "parallel": {**one, **each}} for stage, each in zip(stages, degrees, strict=True)]
     return raw
 
 
@@ -234,15 +290,21 @@ def run_file(layout: str, model: str, stages: str, passes: int) -> dict[str, Any
     }
 
 
+def slow(layout: str) -> bool:
+    """Whether only `make test` runs a layout."""
+    return LAYOUTS[layout][0] > 2 and layout not in QUICK
+
+
 def entries(layout: str) -> list[tuple[str, str, int]]:
     """What a layout is proved with: (model, stages, micro-batches that a rank's samples are cut into).
 
-    Eight processes go through all stages in one run.
+    Two ranks and four do each kind of stage with one micro-batch and with two: with one in a run that goes through all
+    of them. Eight do such a run alone, with two. A stage of one kind in one micro-batch is every feature's.
     """
     unfit = "dense" if "expert" in layout else "mixture" if "grid" in layout or "tokens" in layout else None
     models = [model for model in MODELS if model != unfit]
-    chosen = STAGES if LAYOUTS[layout][0] < 8 else ("delinked",)
-    return [(model, stages, passes) for model in models for stages in chosen for passes in PASSES]
+    chosen = [("delinked", 2)] if LAYOUTS[layout][0] == 8 else [("delinked", 1), ("pseudo", 2), ("real", 2)]
+    return [(model, *each) for model in models for each in chosen]
 
 
 def matrix() -> str:

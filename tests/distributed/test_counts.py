@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed.layouts import LAYOUTS, run_file
+from distributed.layouts import LAYOUTS, PASSES, below, run_file
 from ranks import on_ranks
 
 OWN = 3  # all-reduces of a step beside FSDP2's: predicted tokens; loss and statistics; the norm
@@ -24,17 +24,22 @@ def wanted(segments: int, passes: int, degrees: dict[str, int], reshard: str) ->
     return told
 
 
-@pytest.mark.parametrize("layout", ["shard", "replicate", "replicate x shard"])
+@pytest.mark.parametrize("layout", ["shard", "replicate", pytest.param("replicate x shard", marks=pytest.mark.slow)])
 def test_segments_are_gathered_and_reduced_as_one_layer_is(layout: str) -> None:
     ranks, degrees = LAYOUTS[layout]
-    cases = []
+    groups, wants = [], []
     for sharing, segments in (("none", 4), ("all", 1), ({"cycle": 2}, 1), ("sandwich", 3)):
-        for passes in (1, 2):
-            for reshard in ("forward", "backward", "step"):
-                raw = run_file(layout, "dense", "real", passes)
+        for reshard in ("forward", "backward", "step"):
+            raws = [run_file(layout, "dense", "real", passes) for passes in PASSES]
+            for raw in raws:
                 raw["stages"] = [{"sharing": sharing}]
                 raw["parallel"]["reshard"] = reshard
-                cases.append((raw, wanted(segments, passes, degrees, reshard)))
-    for found in on_ranks(ranks, "distributed.cases:count_many", [raw for raw, _ in cases]):
-        for (raw, want), counts in zip(cases, found, strict=True):
-            assert counts == want, raw
+            groups.append(raws)
+            wants.append([wanted(segments, passes, degrees, reshard) for passes in PASSES])
+            if reshard == "forward" and sharing in ("none", "all"):  # what lies below the device calls no other
+                offload = below("all", "weights", "gradients", "moments")
+                groups.append([raw | {"offload": offload} for raw in raws])
+                wants.append(wants[-1])
+    for found in on_ranks(ranks, "distributed.cases:count_many", groups):
+        for raws, counts, want in zip(groups, found, wants, strict=True):
+            assert counts == want, raws[0]

@@ -22,7 +22,9 @@ from distributed.layouts import (
     feature_file,
     features,
     matrix,
+    offload_file,
     run_file,
+    slow,
 )
 from ranks import on_ranks
 
@@ -32,10 +34,14 @@ def on_one_rank(raw: str) -> dict[str, Any]:
     return steps(json.loads(raw), 1)
 
 
+def without_offload(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key != "offload"}
+
+
 def wanted(raw: dict[str, Any]) -> dict[str, Any]:
     """One process on the same run file; how it cuts the batch does not matter, and is left to others to show."""
     training = {**raw["training"], "micro_batch_size": 0}
-    alone = {key: value for key, value in raw.items() if key != "parallel"} | {"training": training}
+    alone = {key: value for key, value in without_offload(raw).items() if key != "parallel"} | {"training": training}
     return on_one_rank(json.dumps(alone))
 
 
@@ -53,9 +59,22 @@ def assert_equal(found: list[dict[str, Any]], want: dict[str, Any], said: str, l
         assert error < 1e-5 * looser, f"{said}: {name} is off by {error}"
 
 
+def assert_same(found: list[dict[str, Any]], want: list[dict[str, Any]], said: str) -> None:
+    """Every rank says of a run with offload, to the last bit, what it says of the same without; and there was some."""
+    assert any(rank["below"] for rank in found), said
+    for mine, theirs in zip(found, want, strict=True):
+        assert not theirs["below"], said
+        assert mine["losses"] == theirs["losses"], said
+        assert mine["norms"] == theirs["norms"], said
+        assert all(map(torch.equal, mine["statistics"], theirs["statistics"])), said
+        assert mine["weights"].keys() == theirs["weights"].keys()
+        for name, weight in mine["weights"].items():
+            assert torch.equal(weight, theirs["weights"][name]), f"{said}: {name}"
+
+
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=pytest.mark.slow if ranks > 4 else ()) for name, (ranks, _) in LAYOUTS.items()],
+    [pytest.param(name, marks=pytest.mark.slow if slow(name) else ()) for name in LAYOUTS],
 )
 def test_a_layout_trains_as_one_process_does(layout: str) -> None:
     ranks, _ = LAYOUTS[layout]
@@ -71,7 +90,9 @@ def test_what_a_run_may_ask_works_along_every_axis_or_is_refused(layout: str) ->
     ranks, _ = LAYOUTS[layout]
     listed = features(layout)
     raws = [feature_file(layout, feature) for feature in listed]
-    found = on_ranks(ranks, "distributed.cases:many", raws)
+    offloaded = [number for number, raw in enumerate(raws) if "offload" in raw]
+    plain = [without_offload(raws[number]) for number in offloaded]
+    found = on_ranks(ranks, "distributed.cases:many", raws + plain)
     for number, (feature, raw) in enumerate(zip(listed, raws, strict=True)):
         results = [rank[number] for rank in found]
         refused = REFUSED.get((feature, layout))
@@ -80,6 +101,27 @@ def test_what_a_run_may_ask_works_along_every_axis_or_is_refused(layout: str) ->
             assert_equal(results, wanted(raw), f"{layout}: {feature}", LOOSER.get(feature, 1.0))
         else:
             assert all(refused in result["refused"] for result in results), (feature, results)
+        if "offload" in raw and refused is None:
+            same = [rank[len(raws) + offloaded.index(number)] for rank in found]
+            assert_same(results, same, f"{layout}: {feature}")
+
+
+@pytest.mark.slow
+def test_offload_changes_nothing_on_four_ranks() -> None:
+    raws = [
+        offload_file("replicate x shard", "dense", "all", "weights", "gradients", "moments"),
+        offload_file("shard x context", "dense", "all", "weights", "gradients", "moments"),  # one of 4 shards is empty
+        offload_file("shard x expert", "mixture", "all", "weights", "gradients", "moments"),
+        offload_file("tensor x expert", "mixture", "every 2", "weights", "moments"),
+        offload_file("expert x pipeline", "mixture", "2-3", "weights", "moments"),
+    ]
+    found = on_ranks(4, "distributed.cases:many", [*raws, *map(without_offload, raws)])
+    for number, raw in enumerate(raws):
+        said = str(raw["parallel"])
+        assert not any("refused" in rank[number] for rank in found), (said, found[0][number])
+        assert_same([rank[number] for rank in found], [rank[len(raws) + number] for rank in found], said)
+    # Rules go by numbers in the whole model.
+    assert [bool(rank[len(raws) - 1]["below"]) for rank in found] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("change", CHANGES)

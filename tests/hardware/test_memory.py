@@ -45,3 +45,20 @@ def test_memory_that_is_freed_serves_the_next_tensor_without_new_pages() -> None
 
 def test_what_a_user_has_set_stays() -> None:
     assert faults("keep_freed_memory()", MALLOC_MMAP_MAX_="65536")[0] == "False"
+
+
+def test_freed_tensors_go_back_to_the_system_where_that_is_asked_for() -> None:
+    script = (
+        "import torch; from tenfold.hardware.memory import memory_used_bytes, return_freed_memory\n"
+        "cpu = torch.device('cpu'); torch.ones(2**23); done = return_freed_memory()\n"
+        "before = memory_used_bytes(cpu)\n"
+        "many = [torch.ones(2**20) for _ in range(32)]; between = [torch.ones(2**16) for _ in range(8)]\n"
+        "held = memory_used_bytes(cpu); del many\n"
+        "print(done, held - before, memory_used_bytes(cpu) - before)"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    done, held, kept = shown[0], int(shown[1]), int(shown[2])
+    if done == "False":
+        pytest.skip("a C library without mallopt")
+    assert held > 120 * 2**20
+    assert kept < 8 * 2**20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import Counter
 from typing import Any
@@ -11,19 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.cases_tensor import CHUNK, LENGTH, configured, example_of, on_meta, whole_model
+from parallel.split_models import (
+    BATCH,
+    CHUNK,
+    LENGTH,
+    Shape,
+    assert_gradients_equal,
+    configured,
+    example_of,
+    mesh_of,
+    split_model,
+    summed_gradients,
+    whole_model,
+)
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, MixtureOfExperts, update_balance_bias
 from tenfold.nn.objective import Example, loss_sum
-from tenfold.nn.ranks import ALONE, Ranks
 from tenfold.nn.recompute import Mode
-from tenfold.parallel.context import SplitSequences
-from tenfold.parallel.expert import ExpertGroup
-from tenfold.parallel.mesh import Degrees, Mesh, check
-from tenfold.parallel.splits import Split, cut, splits_of
-from tenfold.parallel.tensor import TensorGroup
+from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.traffic import Collectives
-from tenfold.sharing.tying import materialize, users
+from tenfold.sharing.tying import users
 
 MOE: dict[str, Any] = {"experts": 8, "ffn": 7, "balance_loss": 0.3, "z_loss": 0.2}
 
@@ -48,29 +54,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pseudo": {"moe": {**MOE, "prototypes": 2, "shared_experts": 1}, "layers": 3, "pattern": "all"},
     "experts that share": {"moe": {**MOE, "prototypes": 2, "shared_experts": 1}, "sets": "prototype"},
 }
-BATCH = 4  # sequences, over all data ranks
-
-Shape = dict[str, Any]
 
 
 def shape_of(name: str, **changes: Any) -> Shape:
     return {**{key: value for key, value in SHAPES[name].items() if key != "starved"}, **changes}
-
-
-@functools.cache
-def mesh_of(degrees: Degrees) -> Mesh:
-    return Mesh(degrees, "cpu")
-
-
-def ranks_of(mesh: Mesh, shape: Shape) -> Ranks:
-    config, degrees, place = configured(shape), mesh.degrees, mesh.place
-    check(degrees, config, BATCH, 1, [LENGTH])
-    tensor, context = ALONE.tensor, ALONE.context
-    if degrees.tensor > 1:
-        tensor = TensorGroup(mesh.group("tensor"), degrees.tensor, place["tensor"], config)
-    if degrees.context > 1:
-        context = SplitSequences(mesh.group("context"))
-    return Ranks(tensor, context, ExpertGroup(mesh, config, tensor))
 
 
 def starve(whole: Decoder) -> None:
@@ -80,18 +67,6 @@ def starve(whole: Decoder) -> None:
         prototypes = layer.ffn.config.prototypes
         biases = layer.ffn.balance_bias.data.view(prototypes, -1)
         biases[:, biases.shape[1] // 2 :] = -10
-
-
-def split_model(shape: Shape, whole: Decoder, mesh: Mesh) -> tuple[Decoder, dict[str, Split]]:
-    """This rank's part, with the weights of `whole`; and what it holds."""
-    model = on_meta(shape, ranks_of(mesh, shape))
-    splits = splits_of(model, configured(shape), mesh.degrees, mesh.place["tensor"], mesh.place["expert"])
-    cut(model, splits)
-    materialize(model, torch.device("cpu"))
-    of_whole = dict(whole.named_parameters())
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(splits[name].take(of_whole[name].data))
-    return model, splits
 
 
 def objective_of(model: Decoder, example: Example) -> tuple[Tensor, Tensor]:
@@ -110,21 +85,6 @@ def whole_batch(shape: Shape) -> Example:
     return Example(*(torch.cat(pair)[:BATCH] for pair in zip(one[:2], other[:2], strict=True)))
 
 
-def summed_gradients(model: Decoder, splits: dict[str, Split]) -> dict[str, Tensor]:
-    """The sum of the gradients of each parameter over the ranks that hold the same part."""
-    mine = {
-        name: (splits[name].held, parameter.grad)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return {
-        name: torch.stack([theirs[name][1] for theirs in everyone if theirs[name][0] == held]).sum(0)
-        for name, (held, _) in mine.items()
-    }
-
-
 def equal_to_one_rank(degrees: Degrees, names: list[str]) -> None:
     """Loss, statistics, every gradient, balancing biases, and what is computed without gradients."""
     warnings.filterwarnings("error", ".*is deprecated", FutureWarning)
@@ -140,7 +100,7 @@ def _compare(degrees: Degrees, name: str) -> None:
     whole = whole_model(shape)
     if SHAPES[name].get("starved"):
         starve(whole)
-    model, splits = split_model(shape, whole, mesh)
+    model, splits = split_model(shape, whole, degrees)
     example = whole_batch(shape)
     expected, theirs = objective_of(whole, example)
     found, statistics = objective_of(model, samples_of(example, mesh))
@@ -156,16 +116,7 @@ def _compare(degrees: Degrees, name: str) -> None:
     torch.testing.assert_close(statistics, theirs.detach(), rtol=1e-5, atol=1e-5)
     if whole.config.moe.capacity != "dropless":
         assert (statistics[:, DROPPED] > 10).all()
-    of_whole = dict(whole.named_parameters())
-    grads = summed_gradients(model, splits)
-    for each, grad in grads.items():
-        of_one = of_whole[each].grad
-        assert of_one is not None, each
-        assert each.endswith("wk.bias") or of_one.abs().max() > 1e-3, f"{each} has no gradient to compare"
-        scale = of_one.abs().max().clamp(min=1)
-        torch.testing.assert_close(
-            grad / scale, splits[each].take(of_one) / scale, **close, msg=lambda told, each=each: f"{each}: {told}"
-        )
+    assert_gradients_equal(model, splits, whole, 1e-10)
     if SHAPES[name].get("starved"):
         idle = degrees.expert > 1 and mesh.place["expert"] >= degrees.expert // 2
         own = dict(model.named_parameters())["layers.0.ffn.experts.up"].grad
@@ -190,7 +141,7 @@ def layers_alone(degrees: Degrees) -> None:
         for dtype, tolerance in ((torch.float64, 1e-10), (torch.bfloat16, 0.02)):
             shape = shape_of(name, dtype=dtype)
             whole = whole_model(shape)
-            model, splits = split_model(shape, whole, mesh)
+            model, splits = split_model(shape, whole, degrees)
             generator = torch.Generator().manual_seed(3)
             x, weights = (
                 torch.randn(BATCH, LENGTH, 20, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)
@@ -233,12 +184,12 @@ class NoAttention(torch.nn.Module):
 
 def counted(prototypes: int, recompute: Mode, tensor: int, expert: int) -> list[Counter[str]]:
     """Collectives of a layer's forward and backward pass, and of one without gradients."""
-    mesh = mesh_of(Degrees(data_shard=dist.get_world_size() // tensor, tensor=tensor, expert=expert))
+    degrees = Degrees(data_shard=dist.get_world_size() // tensor, tensor=tensor, expert=expert)
     shape = {"moe": {**MOE, "prototypes": prototypes}, "recompute": recompute}
-    model, _ = split_model(shape, whole_model(shape), mesh)
+    model, _ = split_model(shape, whole_model(shape), degrees)
     model.layers = model.layers[:1]
     layer = model.layers[0]
-    tokens, _, _ = samples_of(whole_batch(shape), mesh)
+    tokens, _, _ = samples_of(whole_batch(shape), mesh_of(degrees))
     layer.attention = NoAttention()
     x = torch.randn(*model.ranks.tensor.own(tokens).shape, 20, dtype=torch.float64, requires_grad=True)
     found = []

@@ -9,17 +9,14 @@ import torch
 import torch.distributed as dist
 
 import distributed.cases as proof
-from distributed.cases import CPU, batch_of
+from distributed.cases import batch_of
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
 from tenfold.evaluation.generation import generate_batch
 from tenfold.evaluation.inference import inference
 from tenfold.nn.objective import loss_sum, make_example
-from tenfold.parallel.mesh import Mesh
 from tenfold.parallel.traffic import Collectives
 from tenfold.training.optimizers import build_optimizers
-from tenfold.training.setup import degrees_of_stages, layout_of
-from tenfold.training.stages import plan_stages
 from tenfold.training.step import train_step
 
 
@@ -37,10 +34,7 @@ def many(raws: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
 
 def _built(raw: dict[str, Any], world: int) -> Any:
     config = _config_of(RunConfig, raw, "run.toml")
-    (stage,) = stages = plan_stages(config)
-    (degrees,) = degrees_of_stages(config, stages, world)
-    layout = layout_of(config, stage.sharing, Mesh(degrees, "cpu"), CPU)
-    return config, layout, layout.build(config.training.seed)
+    return config, *proof.laid_out(config, world)
 
 
 def questions(raw: dict[str, Any], world: int) -> dict[str, Any]:

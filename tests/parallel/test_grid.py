@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.cases_tensor import BATCH, CHUNK, LENGTH, SHAPES
+from parallel.cases_grid import GRID
+from parallel.cases_tensor import SHAPES
+from parallel.split_models import BATCH, CHUNK, LENGTH
 from ranks import on_ranks
 from tenfold.hardware.compiler import missing_for_compile
+from tenfold.parallel.mesh import Degrees
 
 
 def test_loss_and_every_gradient_are_those_of_one_rank():
     names = [name for name, shape in SHAPES.items() if "moe" not in shape]
-    on_ranks(4, "parallel.cases_tensor:equal_to_one_rank", names, {"grid": True})
+    on_ranks(4, "parallel.cases_tensor:equal_to_one_rank", GRID, names)
 
 
 def test_with_context_ranks_too():
-    on_ranks(
-        8, "parallel.cases_tensor:equal_to_one_rank", ["documents, learned positions"], {"grid": True, "context": 2}
-    )
+    degrees = Degrees(tensor=4, grid=True, context=2)
+    on_ranks(8, "parallel.cases_tensor:equal_to_one_rank", degrees, ["documents, learned positions"])
 
 
 def test_a_layer_talks_along_rows_twice_each_way_and_along_columns_once_for_each_matrix():
@@ -40,4 +42,4 @@ def test_fp32_bf16_and_text_are_those_of_one_rank():
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing_for_compile()), reason=f"no {missing_for_compile()}")
 def test_layers_compile():
-    on_ranks(4, "parallel.cases_grid:compiled")
+    on_ranks(4, "parallel.cases_tensor:compiled", GRID, {}, False)

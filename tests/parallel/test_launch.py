@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tenfold.errors import TenfoldError
 from tenfold.parallel.launch import World, check_peers, first_node, threads_for, world_of
-from tenfold.parallel.watch import Peer, State, describe, ranks_named
+from tenfold.parallel.peers import Peer, State, describe, ranks_named
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("launched.py")
@@ -85,6 +88,13 @@ def test_ranks_share_the_cores_that_they_may_both_use() -> None:
     assert threads_for(0, crowd, 2) == 1
 
 
+@pytest.mark.parametrize(("hosts", "each"), [("aaaa", 4), ("aabb", 2), ("aaaabb", 2), ("aab", 1)])
+def test_ranks_of_a_machine_are_counted(hosts: str, each: int) -> None:
+    watch: Any = SimpleNamespace(peers=[Peer(host, number) for number, host in enumerate(hosts)])
+    assert World(0, len(hosts), watch=watch).per_machine == each
+    assert World(0, 6).per_machine == 6
+
+
 def test_ranks_on_one_gpu_or_on_unlike_devices_are_told() -> None:
     check_peers([Peer("a", 1, device="cuda", gpu="x"), Peer("a", 2, device="cuda", gpu="y")])
     with pytest.raises(TenfoldError, match="ranks 0 and 2 on a have one GPU between them"):
@@ -131,37 +141,65 @@ class Ended:
     codes: list[int | None]
     told: str
     logs: list[str]
-    seconds: float
+
+    @property
+    def lines(self) -> list[str]:
+        """Of the terminal, but for what rank 0 says without trouble."""
+        return [line for line in self.told.splitlines() if line != "rank 0 says this"]
 
 
 def launched(case: str, folder: Path, ranks: int = 2, timeout: float = 3.0) -> Ended:
-    """Start the ranks of `launched.py` without torchrun; all but those that are stopped must end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    began = time.monotonic()
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    """Run `launched.py` on some ranks; all but those that are stopped must end."""
+    command = [str(PROGRAM), case, str(folder), str(timeout)]
+    return started(command, folder, [{}] * ranks, left=int(case == "stop"))
+
+
+def free_port() -> int:
+    """None of those that systems give to whoever asks: rank 0 takes seconds to start, and it could be taken."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
+def started(command: list[str], folder: Path, each: list[dict[str, str]], left: int = 0) -> Ended:
+    """Start ranks without torchrun, with what is for `each` in its environment; all but the last `left` must end."""
+    port = free_port()
+    common = {
+        "WORLD_SIZE": str(len(each)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
     terminal = folder / "terminal"
     with terminal.open("wb") as output:
         processes = [
             subprocess.Popen(
-                [sys.executable, str(PROGRAM), case, str(folder), str(timeout)],
-                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                [sys.executable, *command],
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), **own},
                 stdout=output,
                 stderr=output,
             )
-            for rank in range(ranks)
+            for rank, own in enumerate(each)
         ]
         try:
-            for process in processes[: ranks - (case == "stop")]:
+            for process in processes[: len(each) - left]:
                 process.wait(120)
         finally:
             codes = [process.poll() for process in processes]
             for process in processes:
                 process.kill()
                 process.wait()
-    logs = [path.read_text() for path in sorted((folder / "logs").glob("rank-*.log"))]
-    return Ended(codes, terminal.read_text(), logs, time.monotonic() - began)
+    logs = [path.read_text() for path in sorted((folder / "logs").glob("rank-*.log")) if path.is_file()]
+    return Ended(codes, terminal.read_text(), logs)
+
+
+def assert_lines(ended: Ended, patterns: list[str]) -> None:
+    """The terminal holds just these lines."""
+    assert len(ended.lines) == len(patterns), ended.told
+    for pattern, line in zip(patterns, ended.lines, strict=True):
+        assert re.fullmatch(pattern, line), ended.told
 
 
 @pytest.mark.slow
@@ -180,21 +218,61 @@ def test_what_all_ranks_meet_is_told_once(tmp_path: Path) -> None:
 def test_what_one_rank_meets_is_told_with_its_number(tmp_path: Path) -> None:
     ended = launched("own", tmp_path, ranks=3)
     assert ended.codes == [2, 2, 2]
-    said = [line for line in ended.told.splitlines() if line.startswith("tenfold:")]
-    assert sum(bool(re.match(r"tenfold: rank 2 on \S+: shard 12 cannot be read$", line)) for line in said) == 1
-    assert sum("stopped, and so does the run" in line for line in said) == len(said) - 1 == 1
-    assert "Traceback" not in ended.told
-    assert "gloo" not in ended.told
+    assert_lines(ended, [r"tenfold: rank 2 on \S+: shard 12 cannot be read"])
     assert ended.told.count("says this") == 1  # rank 0's own
+    for log in ended.logs[:2]:
+        assert re.search(r"rank 2 on \S+ stopped, and so does the run: shard 12 cannot be read", log)
     assert ["rank 1 says this" in log for log in ended.logs] == [False, True, False]
-    assert all("rank 2" in log for log in ended.logs)
+    assert "tenfold: shard 12 cannot be read" in ended.logs[2]
+
+
+@pytest.mark.slow
+def test_of_errors_that_ranks_have_each_for_itself_the_first_is_told(tmp_path: Path) -> None:
+    ended = launched("unlike", tmp_path, ranks=3)
+    assert ended.codes == [2, 2, 2]
+    (line,) = ended.lines
+    told = re.fullmatch(r"tenfold: rank (\d) on \S+: shard (\d) cannot be read", line)
+    assert told, line
+    assert told[1] == told[2]
+    for rank, log in enumerate(ended.logs):
+        assert f"tenfold: shard {rank} cannot be read" in log
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_rank_whose_log_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-00001.log").symlink_to("/dev/full")
+    ended = launched("hang", tmp_path)
+    assert ended.codes == [2, 2]
+    assert_lines(ended, [r"tenfold: rank 1 on \S+: a file: No space left on device"])
+
+
+@pytest.mark.slow
+def test_what_rank_0_meets_while_others_start_is_told_once(tmp_path: Path) -> None:
+    ended = launched("early", tmp_path)
+    assert ended.codes == [2, 2]
+    assert_lines(ended, ["tenfold: rank 0: runs/x exists already"])
+
+
+@pytest.mark.slow
+def test_what_each_rank_reads_is_there_once_rank_0_has_read_it(tmp_path: Path) -> None:
+    ended = launched("each", tmp_path, timeout=2.0)
+    assert ended.codes == [0, 0], ended
+    assert ["rank 0 made it" in ended.told, "rank 1 found it" in ended.logs[1]] == [True, True]
+    # A file that only one rank does not see is that one's error.
+    (tmp_path / "made").unlink()
+    ended = launched("each-but-last", tmp_path, ranks=3)
+    assert ended.codes == [2, 2, 2]
+    assert_lines(ended, [r"tenfold: rank 2 on \S+: there is no file"])
 
 
 @pytest.mark.slow
 def test_a_fault_of_ours_has_another_code_and_its_traceback(tmp_path: Path) -> None:
     ended = launched("fault", tmp_path)
     assert ended.codes == [1, 1]
-    assert "ValueError: a fault of ours" in ended.told
+    assert re.fullmatch(r"tenfold: rank 1 on \S+: ValueError: a fault of ours", ended.lines[0])
+    assert ended.told.count("tenfold: ") == 1
     assert "launched.py" in ended.logs[1]
 
 
@@ -205,20 +283,22 @@ def test_a_fault_of_ours_has_another_code_and_its_traceback(tmp_path: Path) -> N
 )
 def test_a_rank_that_hangs_or_dies_is_named(case: str, why: str, code: int | None, tmp_path: Path) -> None:
     ended = launched(case, tmp_path, ranks=3)
-    assert ended.codes == [75, 75, code]
-    # On a slow machine rank 0 may be gone before another rank has heard of all that it told.
-    _, _, *later = ended.told.split("tenfold: ")
-    assert all("and with it the store of the run" in told for told in later)
-    assert re.search(rf"\A[^:]*tenfold: rank 2 on \S+ {why}", ended.told)
-    if case == "die":  # found at once: what others were last heard to do may be of the turn before
-        assert re.search(r"  ranks? [01](-1)? on \S+: ", ended.told)
-    else:
-        assert re.search(r"  ranks 0-1 on \S+: step [78], gradients", ended.told)
-    assert "--resume" in ended.told
+    assert ended.codes == [75, 75, code], ended
+    where = r"\(cli/ranks\.py:\d+\)"
+    assert_lines(
+        ended,
+        [
+            rf"tenfold: rank 2 on \S+ {why}.*",
+            # One that was killed or stopped may not have told yet where that met it.
+            rf"  rank 2 on \S+: last seen \d+ s ago in {'step 8, loading data' if case == 'hang' else ''}.*",
+            rf"  ranks 0-1 on \S+: step 7, gradients {where}, for \d+ s",
+            r"Look at what became of it, and start again with --resume\. .* parallel\.timeout \(now 3 s\) higher",
+            rf"Stacks of the ranks: {re.escape(str(tmp_path / 'logs'))}",
+        ],
+    )
     for log in ended.logs[: 2 + (case == "hang")]:
         assert "most recent call first" in log  # a dump of its stacks
     if case == "hang":
-        assert re.search(r"rank 2 on \S+: last seen \d+ s ago in step 8, loading data", ended.told)
         assert "in work" in ended.logs[2]
 
 

@@ -8,48 +8,37 @@ from ranks import on_ranks
 from tenfold.config.model import ModelConfig
 from tenfold.config.parallel import ParallelConfig
 from tenfold.errors import TenfoldError
-from tenfold.parallel.mesh import Degrees, check, degrees_of, fitting
+from tenfold.parallel.mesh import Degrees, check, degrees_of
 
 MODEL = ModelConfig(vocab_size=100, layers=6, hidden=48, heads=6, kv_heads=2, ffn=10)
 MIXTURE = MODEL.model_copy(update={"moe": MODEL.moe.model_copy(update={"experts": 12, "prototypes": 3, "ffn": 5})})
 
 
-def chosen(world, batch=8, model=MODEL, **given):
-    return degrees_of(ParallelConfig(**given), world, model, batch)
+def chosen(world, model=MODEL, **given):
+    return degrees_of(ParallelConfig(**given), world, model)
 
 
-def test_without_a_word_data_ranks_split_the_weights():
+def test_where_one_degree_is_left_it_takes_the_ranks_that_are_left():
     assert chosen(1) == Degrees()
-    assert chosen(4) == Degrees(data_shard=4)
     assert chosen(4, data_replicate=2) == Degrees(data_replicate=2, data_shard=2)
     assert chosen(4, data_shard=1) == Degrees(data_replicate=4)
-
-
-def test_what_is_given_is_kept_and_the_rest_has_what_is_left():
-    assert chosen(8, tensor=2, pipeline=2) == Degrees(data_shard=2, tensor=2, pipeline=2)
+    assert chosen(3, data_shard=1, data_replicate=1, tensor="auto") == Degrees(tensor=3)
+    assert chosen(8, tensor=2, pipeline=4) == Degrees(tensor=2, pipeline=4)
     assert chosen(8, data_shard=4, data_replicate=2, expert=4, model=MIXTURE).expert == 4
 
 
-def test_where_all_is_open_no_more_ranks_have_samples_than_there_are():
+def test_where_there_is_a_choice_arithmetic_makes_none():
     axes = ParallelConfig.model_validate("auto")
-    assert degrees_of(axes, 2, MODEL, 8) == Degrees(data_shard=2)
-    assert degrees_of(axes, 16, MODEL, 8) == Degrees(data_shard=8, tensor=2)
-    assert degrees_of(axes, 24, MODEL, 2) == Degrees(data_shard=2, tensor=2, pipeline=6)
-    assert degrees_of(axes, 32, MODEL, 2) == Degrees(data_shard=2, tensor=2, pipeline=2, context=4)
-    assert degrees_of(axes, 8, MIXTURE, 8) == Degrees(data_shard=8, expert=4)
-    assert degrees_of(axes, 6, MIXTURE, 6) == Degrees(data_shard=6, expert=2)
+    assert chosen(4) is None
+    assert chosen(8, tensor=2, pipeline=2) is None
+    assert degrees_of(axes, 2, MODEL) is None
+    assert degrees_of(axes, 1, MIXTURE) == Degrees()
 
 
-def test_where_all_is_open_what_fits_is_found_if_anything_does():
-    axes = ParallelConfig.model_validate("auto")
-    dense = ModelConfig(vocab_size=100, layers=4, hidden=32, heads=4, ffn=10)
-    # The rule would give data_shard 4 and context 3, and 32 tokens do not divide by 6.
-    assert fitting(axes, 12, dense, 8, 1, [32]) == Degrees(data_shard=2, tensor=2, pipeline=3)
-    assert fitting(axes, 4, dense, 5, 1, [33]) == Degrees(pipeline=4)
-    assert fitting(axes, 2, dense, 4, 4, [32]) == Degrees(tensor=2)  # two samples each are no micro-batch of four
-    assert fitting(ParallelConfig(tensor="auto"), 3, dense, 1, 0, [36]) == Degrees(tensor=3)
-    with pytest.raises(TenfoldError, match=r"sequences of 32 tokens do not divide .* = 10 runs"):
-        fitting(axes, 5, dense, 1, 0, [32])
+def test_experts_are_a_choice_where_some_degree_divides_them():
+    assert chosen(4, data_shard=4, expert="auto", model=MIXTURE) is None  # 1, 2 or 4
+    assert chosen(5, data_shard=5, expert="auto", model=MIXTURE) == Degrees(data_shard=5)  # of 4 experts none
+    assert chosen(4, data_shard=4, expert="auto") == Degrees(data_shard=4)
 
 
 def test_degrees_that_do_not_make_the_world_are_refused_with_every_number():
@@ -62,6 +51,8 @@ def test_degrees_that_do_not_make_the_world_are_refused_with_every_number():
     )
     with pytest.raises(TenfoldError, match="multiply to 4"):
         chosen(6, tensor=4)  # open axes do not help
+    with pytest.raises(TenfoldError, match=r"tensor auto .* make the 5 ranks"):
+        degrees_of(ParallelConfig(tensor="auto", pipeline=2), 5, MODEL)
 
 
 BAD = {
@@ -134,7 +125,7 @@ def test_a_grid_that_does_not_fit_is_refused(given, micro, message):
 
 def test_a_grid_is_of_the_tensor_ranks_that_there_are():
     assert chosen(4, tensor=4, tensor_grid=True) == Degrees(tensor=4, grid=True)
-    assert chosen(2, tensor_grid=True) == Degrees(data_shard=2)
+    assert chosen(2, data_shard=2, tensor_grid=True) == Degrees(data_shard=2)
     assert (Degrees(tensor=4, grid=True).rows, Degrees(tensor=4).rows) == (2, 1)
 
 

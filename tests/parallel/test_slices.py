@@ -50,7 +50,7 @@ FOUR_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "raws"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(("ranks", "raws"), [(2, TWO_RANKS), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)])
 def test_slices_train_as_one_process_does(ranks: int, raws: list[dict[str, Any]]) -> None:
     found = on_ranks(ranks, "distributed.cases:many", raws)
     for number, raw in enumerate(raws):

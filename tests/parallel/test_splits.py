@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from parallel.cases_tensor import BIASED, SHARED, configured, on_meta, whole_model
+from parallel.cases_tensor import BIASED, SHARED
+from parallel.split_models import configured, on_meta, whole_model
 from tenfold.config.model import ModelConfig
 from tenfold.nn.init import initialize
 from tenfold.parallel.mesh import Degrees
-from tenfold.parallel.pieces import Piece
+from tenfold.parallel.pieces import Piece, pieces
+from tenfold.parallel.regions import all_of, put
 from tenfold.parallel.splits import cut, experts_of, heads_of, share_of, splits_of
 from tenfold.sharing.tying import materialize
 
@@ -60,7 +63,7 @@ def test_every_number_is_held_by_as_many_ranks_as_is_told(shape, degrees):
         for (tensor, expert), splits in held.items():
             mine = splits[name]
             ones = torch.zeros(parameter.shape)
-            mine.put(ones, torch.ones(mine.local_shape))
+            put(ones, all_of(mine.shape), torch.ones(mine.local_shape), mine.held)
             count += ones
             copies = len(mine.tensor_copies) * (1 if mine.by_expert else degrees.expert)
             assert tensor in mine.tensor_copies
@@ -82,10 +85,22 @@ def test_what_a_rank_takes_is_what_it_puts_back(shape, degrees):
         part = splits[name].take(parameter.data)
         assert part.shape == splits[name].local_shape
         back = torch.full_like(parameter.data, torch.nan)
-        splits[name].put(back, part)
+        put(back, all_of(splits[name].shape), part, splits[name].held)
         held = ~back.isnan()
         assert torch.equal(back[held], parameter.data[held])
         assert held.sum() == part.numel()
+
+
+@pytest.mark.parametrize(("shape", "degrees"), CASES)
+def test_pieces_of_all_data_ranks_make_the_whole(shape, degrees):
+    degrees = replace(degrees, data_shard=6)
+    for name, parameter in whole_model(shape).named_parameters():
+        back = torch.full_like(parameter.data, torch.nan)
+        for _, piece in pieces(name, tuple(parameter.shape), configured(shape), degrees, 0):
+            mine = piece.take(parameter.data)
+            assert mine.shape == piece.shape
+            piece.put(back, mine)
+        assert torch.equal(back, parameter.data), name
 
 
 @pytest.mark.parametrize(("shape", "degrees"), CASES)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+MIB = 2**20
 LAYERS, EXPERTS, TOKENS_A_STEP, WATTS = 6, 8, 16_384, 65.0
 STAGES = [
     {
@@ -127,6 +128,53 @@ def example_events(log_every: int = 5) -> list[dict[str, Any]]:
     return events
 
 
+def placed(stage: str, step: int, below: bool) -> dict[str, Any]:
+    """The `placement` event of a stage: moments on disk or not."""
+    kinds: dict[str, int] = {"weights": 60 * MIB, "gradients": 60 * MIB, "moments": 120 * MIB}
+    moved = {"bytes": 20 * MIB, "bytes_read": 20 * MIB, "bytes_written": 20 * MIB}
+    cost = {"seconds_hidden": 0.2, "seconds_stalled": 0.05}
+    rows = [{"part": f"layers.{at}", "kind": "moments", "tier": "disk", **moved, **cost} for at in range(LAYERS)]
+    disk = {"moments": kinds.pop("moments")} if below else {}
+    return {
+        "event": "placement",
+        "step": step,
+        "stage": stage,
+        "placement": {},
+        "tier_bytes": {"device": sum(kinds.values()), "host": 0, "disk": sum(disk.values())},
+        "kind_bytes": {"device": kinds, "host": {}, "disk": disk},
+        "working_bytes": 12 * MIB if below else 0,
+        "other_bytes": 100 * MIB,
+        "forecast": {
+            "seconds": 1.9,
+            "compute_seconds": 1.6,
+            "lane_seconds": {"disk read": 0.4} if below else {},
+            "rows": rows if below else [],
+        },
+    }
+
+
+def offloaded_events() -> list[dict[str, Any]]:
+    """The events of the run, as if its Real stage had its moments on disk."""
+    events: list[dict[str, Any]] = []
+    for event in example_events():
+        real = event.get("stage") == "real"
+        if event["event"] == "step":
+            told: dict[str, Any] = {"tier_bytes": {"disk": 120 * MIB * real}, "stalled": {}}
+            told |= {key: {"disk": 120.0 * MIB * real} for key in ("bytes_read", "bytes_written")}
+            if real:
+                told["stalled"] = {"moments": 0.25, "gradients": 0.0}
+            event["offload"] = told
+        if event["event"] == "end":
+            measured = {"steps": 359, "seconds": 2.0, "stalled_seconds": 0.25, "device_bytes": 400 * MIB, **told}
+            foreseen = {"seconds": 1.9, "device_bytes": 232 * MIB, "by": "offload", "cluster": ""}
+            held = {"foreseen": foreseen, "measured": measured}
+            events.append({"event": "measured", "step": 600, "stage": "real", "last": True, **held})
+        events.append(event)
+        if event["event"] in ("start", "delink"):
+            events.append(placed("real", 240, True) if event["event"] == "delink" else placed("pseudo", 0, False))
+    return events
+
+
 def _similar(step: int) -> dict[str, Any]:
     """Layers that share until step 240, and then drift apart, the further the further they are from each other."""
     moved = max(step - 240, 0) / 1800
@@ -209,9 +257,14 @@ def write_run(run: Path, events: list[dict[str, Any]] | None = None, config: str
 
 @pytest.fixture(scope="session")
 def example() -> SimpleNamespace:
-    """The made-up run: `events()` afresh, `write(run, events, config)`, its size and its parts."""
+    """The made-up run: `events()` afresh, `offloaded()`, `write(run, events, config)`, its size and its parts."""
     return SimpleNamespace(
-        events=example_events, write=write_run, stages=STAGES, delink=DELINK, total_tokens=600 * TOKENS_A_STEP
+        events=example_events,
+        offloaded=offloaded_events,
+        write=write_run,
+        stages=STAGES,
+        delink=DELINK,
+        total_tokens=600 * TOKENS_A_STEP,
     )
 
 

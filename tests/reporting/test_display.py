@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,10 +15,12 @@ from tenfold.reporting.tables import closing_table, dry_run_table
 TERMINAL = {"TERM": "xterm-256color"}
 
 
-def show(example: SimpleNamespace, console: Console, quiet: bool = False) -> str:
+def show(
+    example: SimpleNamespace, console: Console, quiet: bool = False, events: list[dict[str, Any]] | None = None
+) -> str:
     with Display(example.total_tokens, quiet=quiet, console=console) as display:
         display.note("a [note] with brackets")
-        for event in example.events():
+        for event in example.events() if events is None else events:
             display.event(event)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -137,3 +140,35 @@ def test_sources_and_lengths_are_told_as_they_change() -> None:
     assert shown.count("sequences of 128 tokens, 64 before") == 1
     assert "validation loss 2.5000, web 3.0000, code 2.0000" in shown
     assert "read: web 0.70 epochs, code 3.10 epochs" in shown
+
+
+def test_an_offloaded_run_tells_where_its_state_lies_and_what_that_cost(example: SimpleNamespace) -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    lines = show(example, console, events=example.offloaded()).splitlines()
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    for part in (
+        "step 0: where the state of pseudo lies, and what that is to cost:\nall state stays on the device",
+        "step 240: where the state of real lies, and what that is to cost:\nstate of kind tier",
+        "layers 0-5 moments disk 120 MiB 240 MiB 1.2 s 0.3 s",
+        "step 600: what real took, without its first step:\nof a step foreseen measured difference\n"
+        "time 1.9 s 2 s +5.3%\nmemory of a rank, at most 232 MiB 400 MiB +72.4%\n"
+        "waiting for transfers 0.3 s 0.25 s -16.7%",
+        "read from disk 120 MiB 120 MiB +0.0%",
+    ):
+        assert part in text
+    waits = [line for line in lines if line.strip().startswith("waits")]
+    real = [event for event in example.events() if event["event"] == "step" and event["stage"] == "real"]
+    assert waits == [" " * 9 + "waits 0.25 s a step; disk 120 MiB, 120 MiB read, 120 MiB written a step"] * len(real)
+    assert max(map(len, waits)) <= 100
+
+
+def test_the_live_display_tells_what_lies_below_the_device(example: SimpleNamespace) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, _environ=TERMINAL, width=100, height=40)
+    assert "disk 120 MiB, 120 MiB read" in show(example, console, events=example.offloaded())
+    console = Console(file=io.StringIO(), force_terminal=True, _environ=TERMINAL, width=100, height=40)
+    assert "below the device" not in show(example, console)
+
+
+def test_quiet_shows_no_tables_either(example: SimpleNamespace) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    assert show(example, console, quiet=True, events=example.offloaded()) == ""

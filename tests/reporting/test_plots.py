@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from tenfold.reporting.heatmaps import busiest_expert, each_expert, similarity_maps
 from tenfold.reporting.history import History
+from tenfold.reporting.lying import bytes_moved_plot, state_plot, waiting_plot
 from tenfold.reporting.overlays import drifts_plot, losses_plot
 from tenfold.reporting.plots import (
     accuracy_plot,
@@ -147,3 +148,46 @@ def test_shares_and_losses_of_sources_are_drawn_by_name(history: Callable[..., H
     axes = axes_of(source_losses_plot(told))
     assert set(line(axes, "web")[1]) == {2.0}
     assert [shown.get_label() for shown in axes.get_lines() if not str(shown.get_label()).startswith("_")] == ["web"]
+
+
+@pytest.fixture
+def offloaded(tmp_path: Path, example: SimpleNamespace) -> History:
+    return History.read(example.write(tmp_path / "run", example.offloaded()))
+
+
+def test_state_has_a_bar_for_each_tier_of_each_stage(offloaded: History) -> None:
+    axes = axes_of(state_plot(offloaded))
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["pseudo, device", "real, device", "real, disk"]
+    ends: dict[str, list[float]] = {}
+    for bars in axes.containers:
+        ends[str(bars.get_label())] = [(bar.get_x(), bar.get_width()) for bar in bars]  # type: ignore[attr-defined]
+    mib = 2**20
+    assert ends["weights"] == [(0, 60 * mib), (0, 60 * mib), (0, 0)]
+    assert ends["gradients"] == [(60 * mib, 60 * mib), (60 * mib, 60 * mib), (0, 0)]
+    assert ends["moments"] == [(120 * mib, 120 * mib), (120 * mib, 0), (0, 120 * mib)]
+    assert ends["activations"] == [(240 * mib, 100 * mib), (120 * mib, 100 * mib), (120 * mib, 0)]
+    assert ends["working memory"] == [(340 * mib, 0), (220 * mib, 12 * mib), (120 * mib, 0)]
+
+
+def test_a_stage_is_drawn_as_it_was_placed_last(tmp_path: Path, example: SimpleNamespace) -> None:
+    events = example.offloaded()
+    placement = next(event for event in events if event["event"] == "placement" and event["stage"] == "real")
+    events.insert(-1, {**placement, "step": 300, "kind_bytes": {"device": {"weights": 7}, "host": {}, "disk": {}}})
+    axes = axes_of(state_plot(History.read(example.write(tmp_path / "run", events))))
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["pseudo, device", "real, device"]
+
+
+def test_waiting_and_traffic_are_those_of_the_steps(offloaded: History) -> None:
+    axes = axes_of(waiting_plot(offloaded))
+    assert [str(shown.get_label()) for shown in axes.get_lines() if shown.get_label() == "gradients"] == []
+    x, y = line(axes, "moments")
+    waited = {tokens: value for tokens, value in zip(x, y, strict=True) if not math.isnan(value)}
+    real = [event["tokens"] for event in offloaded.steps if event["stage"] == "real"]
+    assert waited == dict.fromkeys(real, 0.25)
+    moved = axes_of(bytes_moved_plot(offloaded))
+    assert {line(moved, name)[1][-1] for name in ("read from disk", "written to disk")} == {120 * 2**20}
+
+
+def test_a_run_that_keeps_its_state_on_the_device_has_no_such_plots(history: Callable[..., History]) -> None:
+    told = history()
+    assert state_plot(told) is waiting_plot(told) is bytes_moved_plot(told) is None

@@ -307,3 +307,27 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path, example
         write_report(run, out=tmp_path / "device")
     assert (tmp_path / "device").is_fifo()
     assert sorted(path.name for path in run.iterdir()) == ["config.toml", "metrics.jsonl"]
+
+
+@pytest.mark.report
+def test_what_was_foreseen_stands_beside_what_was_measured(
+    tmp_path: Path, example: SimpleNamespace, whole: tuple[Page, str]
+) -> None:
+    events = example.offloaded()
+    events.insert(1, {"event": "plan", "step": 0, "lines": ["planned: real: data_shard 2: 1.9 s a step"]})
+    text = write_report(example.write(tmp_path / "run", events)).read_text(encoding="utf-8")
+    section = text.split("<h2>Foreseen and measured</h2>")[1].split("<h2>")[0]
+    for part in ("real", "1.9 s", "2 s", "+5.3%", "232 MiB", "400 MiB", "+72.4%", "offload"):
+        assert f">{part}<" in section
+    assert "planned: real: data_shard 2" in text.split("<h2>What happened</h2>")[1]
+    assert "<h2>Foreseen and measured</h2>" not in whole[1]
+
+
+@pytest.mark.report
+def test_an_offloaded_run_has_a_section_on_where_its_state_lies(
+    tmp_path: Path, example: SimpleNamespace, whole: tuple[Page, str]
+) -> None:
+    text = write_report(example.write(tmp_path / "run", example.offloaded())).read_text(encoding="utf-8")
+    for part in ("<h2>Where state lies</h2>", "State by tier", "Waiting for transfers", "Bytes moved", "real, disk"):
+        assert part in text
+        assert part not in whole[1]

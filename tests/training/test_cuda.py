@@ -18,6 +18,7 @@ from tenfold.nn.recompute import Mode, Recompute
 from tenfold.reporting.metrics import read_metrics
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import Sharing, tie
+from training.conftest import PSEUDO_REAL
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,3 +77,25 @@ def test_a_run_trains_delinks_exactly_and_resumes(
     losses = [event["loss"] for event in events if event["event"] == "step"]
     assert losses[-1] < losses[0]
     assert main([*arguments, "--out", str(tmp_path / "run"), "--resume"]) == 0
+
+
+@pytest.mark.parametrize("rules", ["all", "every 2"])
+@pytest.mark.parametrize("below", ["host", "disk"])
+def test_a_run_whose_state_leaves_the_device_is_the_same(
+    run_file: Callable[..., Path], tmp_path: Path, rules: str, below: str
+) -> None:
+    (tmp_path / "fast").mkdir()
+    flags = ["--training.device", "cuda", "--training.precision", "fp32", "--training.micro-batch-size", "2"]
+    runs = []
+    for name in ("plain", "mine"):
+        out = tmp_path / name
+        path = run_file() if name == "plain" else run_file(stages=_offloaded(tmp_path, rules, below) + PSEUDO_REAL)
+        assert main(["train", str(path), "--out", str(out), *flags]) == 0
+        runs.append([event["loss"] for event in read_metrics(out) if event["event"] == "step"])
+    assert runs[0] == runs[1]
+
+
+def _offloaded(tmp_path: Path, layers: str, below: str) -> str:
+    kinds = ", ".join(f"{kind} = '{below}'" for kind in ("weights", "gradients", "moments"))
+    disk = f"disk = ['{tmp_path}/fast']" if below == "disk" else ""
+    return f"[offload]\nhost_budget = '64MiB'\n{disk}\nplacement = [{{layers = '{layers}', {kinds}}}]\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from runs import final_state, losses, of_kind
+from runs import final_state, losses, of_kind, stopping_at
 from tenfold.cli.main import main
 from tenfold.config.run import OptimConfig, RunConfig, TrainingConfig
 from tenfold.nn.objective import backward
-from tenfold.reporting.metrics import MetricsWriter
 from tenfold.sharing.delinking import delink
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import Sharing
@@ -115,21 +112,13 @@ def test_a_stage_shorter_than_what_is_to_be_measured_is_measured_whole(
 
 @pytest.mark.parametrize("stop_at", [6, 7])
 def test_a_run_stopped_about_its_delinking_measures_the_same_again(
-    run_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+    run_file: Callable[..., Path], tmp_path: Path, stop_at: int
 ) -> None:
     file = str(run_file(stages=MEASURE.format(sharing='"none"', moments="measure")))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(["train", file, "--out", str(whole)]) == 0
-    original = MetricsWriter.write
-
-    def write(self: MetricsWriter, event: dict[str, Any]) -> None:
-        original(self, event)
-        if event["event"] == "step" and event["step"] == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(MetricsWriter, "write", write)
-    assert main(["train", file, "--out", str(parts)]) == 0
-    monkeypatch.undo()
+    with stopping_at(stop_at):
+        assert main(["train", file, "--out", str(parts)]) == 0
     assert main(["train", file, "--out", str(parts), "--resume"]) == 0
     assert losses(parts) == losses(whole)
     mine, theirs = final_state(parts), final_state(whole)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from runs import of_kind
+from runs import of_kind, stopping_at
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
 from tenfold.config.load import load_run
@@ -23,7 +20,6 @@ from tenfold.data.prepare import prepare
 from tenfold.data.sampling import PackedSequences
 from tenfold.data.shards import TokenData
 from tenfold.evaluation.loss import held_out_loss
-from tenfold.reporting.metrics import MetricsWriter
 from tenfold.training.setup import load_model
 
 RUN = """
@@ -145,20 +141,12 @@ def state(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("stop_at", [9, 23])
 def test_a_mixture_that_was_stopped_goes_on_bit_for_bit_from_its_own_configuration(
-    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+    run_file: Path, tmp_path: Path, stop_at: int
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(["train", str(run_file), "--out", str(whole)]) == 0
-    original = MetricsWriter.write
-
-    def write(self: MetricsWriter, event: dict[str, Any]) -> None:
-        original(self, event)
-        if event["event"] == "step" and event["step"] == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(MetricsWriter, "write", write)
-    assert main(["train", str(run_file), "--out", str(parts)]) == 0
-    monkeypatch.setattr(MetricsWriter, "write", original)
+    with stopping_at(stop_at):
+        assert main(["train", str(run_file), "--out", str(parts)]) == 0
     assert main(["train", str(parts / "config.toml"), "--out", str(parts), "--resume"]) == 0
     mine, theirs = state(parts), state(whole)
     assert mine.keys() == theirs.keys()

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from runs import final_state, losses, of_kind, refused
+from runs import final_state, losses, of_kind, refused, stopping_at
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
 from tenfold.data.shards import TokenData
 from tenfold.evaluation.generation import generate
-from tenfold.reporting.metrics import MetricsWriter
 from tenfold.training.setup import load_model
 
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
@@ -61,21 +57,14 @@ def test_a_relaxed_stage_begins_and_ends_without_changing_a_bit_and_is_told_of(
 
 
 def test_a_run_that_was_stopped_in_every_stage_goes_on_bit_for_bit(
-    run_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_file: Callable[..., Path], tmp_path: Path
 ) -> None:
     file, whole, parts = str(run_file(stages=RELAXED.format(rank=4))), tmp_path / "whole", tmp_path / "parts"
     assert main(["train", file, "--out", str(whole)]) == 0
-    original, stops = MetricsWriter.write, [2, 4, 5, 8, 10]  # within every stage, at every end, just after it
-
-    def write(self: MetricsWriter, event: dict[str, Any]) -> None:
-        original(self, event)
-        if event["event"] == "step" and event["step"] in stops[:1]:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(MetricsWriter, "write", write)
-    while stops:
-        assert main(["train", file, "--out", str(parts), "--resume"]) == 0
-        assert list_checkpoints(parts / "checkpoints")[-1].name == f"step-{stops.pop(0):08d}"
+    for step in (2, 4, 5, 8, 10):  # within every stage, at every end, just after it
+        with stopping_at(step):
+            assert main(["train", file, "--out", str(parts), "--resume"]) == 0
+        assert list_checkpoints(parts / "checkpoints")[-1].name == f"step-{step:08d}"
     assert main(["train", file, "--out", str(parts), "--resume"]) == 0
     assert losses(parts) == losses(whole)
     mine, theirs = final_state(parts), final_state(whole)

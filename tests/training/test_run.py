@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -16,12 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runs import final_state, losses, of_kind, refused
+from runs import final_state, losses, of_kind, refused, stopping_at
 from tenfold.checkpoint.store import list_checkpoints
 from tenfold.cli.main import main
 from tenfold.data.sampling import PackedSequences
 from tenfold.data.shards import TokenData
-from tenfold.reporting.metrics import MetricsWriter
+from tenfold.nn.recompute import Recompute
+from tenfold.parallel.rank import Rank
 from tenfold.training.setup import load_model
 
 HEADERS = Path(sysconfig.get_path("include"), "Python.h")
@@ -112,26 +112,55 @@ def test_recomputing_changes_nothing(run_file: Callable[..., Path], tmp_path: Pa
     assert losses(tmp_path / "keep") == losses(tmp_path / "again")
 
 
+OWN = """
+[[stages]]
+name = "pseudo"
+sharing = "all"
+until = "50%"
+micro_batch_size = 2
+recompute = "full"
+recompute_layers = 2
+[[stages]]
+name = "real"
+micro_batch_size = 1
+recompute = "selective"
+rewarm = 2
+"""
+
+
+def test_stages_with_passes_and_recompute_of_their_own_train_as_a_plain_run_does(
+    run_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["train", str(run_file()), "--out", str(tmp_path / "plain")])
+    done: list[tuple[int, list[str]]] = []
+    original = Rank.run_passes
+
+    def run_passes(self: Rank, model: Any, micro_batches: Any, *arguments: Any) -> Any:
+        done.append((len(micro_batches), [layer.recompute for layer in model.layers]))
+        return original(self, model, micro_batches, *arguments)
+
+    monkeypatch.setattr(Rank, "run_passes", run_passes)
+    assert main(["train", str(run_file(stages=OWN)), "--out", str(tmp_path / "own")]) == 0
+    half = [Recompute("full", 2).of(layer, 4) for layer in range(4)]
+    assert sorted(half) == ["full", "full", "none", "none"]
+    assert done == 6 * [(2, half)] + 6 * [(4, 4 * ["selective"])]
+    plain, own = losses(tmp_path / "plain"), losses(tmp_path / "own")
+    assert list(own.values()) == pytest.approx(list(plain.values()), abs=1e-5)
+    for name, tensor in final_state(tmp_path / "plain").items():
+        torch.testing.assert_close(final_state(tmp_path / "own")[name], tensor, atol=1e-4, rtol=1e-4, msg=name)
+
+
 # In the Pseudo stage, at its very end, just after delinking, within the Real stage, between checkpoints.
 @pytest.mark.parametrize("stop_at", [1, 3, 6, 7, 11])
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(
-    run_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+    run_file: Callable[..., Path], tmp_path: Path, stop_at: int
 ) -> None:
     file, whole, parts = str(run_file()), tmp_path / "whole", tmp_path / "parts"
     assert main(["train", file, "--out", str(whole)]) == 0
-
-    original = MetricsWriter.write
-
-    def write(self: MetricsWriter, event: dict[str, Any]) -> None:
-        original(self, event)
-        if event["event"] == "step" and event["step"] == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(MetricsWriter, "write", write)
-    assert main(["train", file, "--out", str(parts)]) == 0
+    with stopping_at(stop_at):
+        assert main(["train", file, "--out", str(parts)]) == 0
     assert list_checkpoints(parts / "checkpoints")[-1].name == f"step-{stop_at:08d}"
     assert of_kind(parts, "stop")[0]["reason"] == "SIGTERM"
-    monkeypatch.undo()
     assert main(["train", file, "--out", str(parts), "--resume"]) == 0
     assert losses(parts) == losses(whole)
     assert same_tensors(final_state(parts), final_state(whole))

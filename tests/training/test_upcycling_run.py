@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from runs import final_state, of_kind
+from runs import final_state, of_kind, stopping_at
 from tenfold.checkpoint.store import list_checkpoints, load_checkpoint
 from tenfold.cli.main import main
-from tenfold.reporting.metrics import MetricsWriter
 from tenfold.training.setup import load_model
 
 MOE = """
@@ -89,21 +85,13 @@ def test_a_chain_frees_layers_and_experts_in_either_order(
     [("layers first", 2), ("layers first", 8), ("layers first", 9), ("experts first", 4), ("experts first", 6)],
 )
 def test_a_run_that_was_stopped_in_any_stage_goes_on_bit_for_bit(
-    run_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chain: str, stop_at: int
+    run_file: Callable[..., Path], tmp_path: Path, chain: str, stop_at: int
 ) -> None:
     file = str(run_file(model=MOE, stages=CHAINS[chain]))
     assert main(["train", file, "--out", str(tmp_path / "whole")]) == 0
-    write = MetricsWriter.write
-
-    def stops(self: MetricsWriter, event: dict[str, Any]) -> None:
-        write(self, event)
-        if event["event"] == "step" and event["step"] == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(MetricsWriter, "write", stops)
-    assert main(["train", file, "--out", str(tmp_path / "parts")]) == 0
+    with stopping_at(stop_at):
+        assert main(["train", file, "--out", str(tmp_path / "parts")]) == 0
     assert list_checkpoints(tmp_path / "parts" / "checkpoints")[-1].name == f"step-{stop_at:08d}"
-    monkeypatch.undo()
     assert main(["train", file, "--out", str(tmp_path / "parts"), "--resume"]) == 0
     whole, parts = final_state(tmp_path / "whole"), final_state(tmp_path / "parts")
     assert whole.keys() == parts.keys()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from runs import final_state, losses, of_kind, refused
+from runs import final_state, losses, of_kind, refused, stopping_at
 from tenfold.checkpoint.store import list_checkpoints
 from tenfold.cli.main import main
 from tenfold.config.run import RunConfig
 from tenfold.data.mixing import Order
-from tenfold.reporting.metrics import MetricsWriter
+from tenfold.planning.stages import plan_stages, watched_pairs
 from tenfold.sharing.correlation import LayerGradients
 from tenfold.sharing.patterns import Pattern
 from tenfold.training.sources import phases_of
-from tenfold.training.stages import plan_stages, watched_pairs
 from tenfold.training.when import Decision, Watch
 
 AUTO = """
@@ -258,15 +255,7 @@ def test_a_run_that_was_stopped_decides_and_goes_on_bit_for_bit(
     monkeypatch.setattr("tenfold.training.when.LayerGradients.gain", lambda self, share, divided: 1.0)
     file, whole, parts = str(run_file(stages=stages(until))), tmp_path / "whole", tmp_path / "parts"
     assert main(["train", file, "--out", str(whole)]) == 0
-    original = MetricsWriter.write
-
-    def write(self: MetricsWriter, event: dict[str, Any]) -> None:
-        original(self, event)
-        if event["event"] == "step" and event["step"] == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MetricsWriter, "write", write)
+    with stopping_at(stop_at):
         assert main(["train", file, "--out", str(parts)]) == 0
     assert list_checkpoints(parts / "checkpoints")[-1].name == f"step-{stop_at:08d}"
     assert main(["train", file, "--out", str(parts), "--resume"]) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,14 @@ from tenfold.sharing.tying import Sharing
 from tenfold.sharing.upcycling import Upcycling, fresh_router
 
 Tensors = dict[str, Stored]
+Sets = Callable[[str, int, int], Sequence[int]]
+"""For a parameter of so many sets, of each of which there are to be so many copies: where the sets stand that they are
+of, one after another, among those that there are."""
+
+
+def each_set(_: str, sets: int, copies: int) -> list[int]:
+    """Of all sets of a parameter."""
+    return [each for each in range(sets) for _ in range(copies)]
 
 
 def carried_pieces(
@@ -41,9 +49,17 @@ def carried_pieces(
 
 
 def upcycled(
-    weights: Tensors, optimizer: Tensors, moe: MoEConfig, after: Sharing, moments: Moments, betas: Callable[[], Any]
+    weights: Tensors,
+    optimizer: Tensors,
+    moe: MoEConfig,
+    after: Sharing,
+    moments: Moments,
+    betas: Callable[[], Any],
+    sets: int,
+    sets_for: Sets,
 ) -> tuple[Tensors, Tensors]:
-    """Weights and state of a model whose layers are as `after` has them, with its experts so too."""
+    """Weights and state of a model whose layers are as `after` has them, and each mixture of theirs `sets` sets of
+    experts, with its experts so too. New routers are whole, whatever part the others are."""
     new_weights, new_state = dict(weights), dict(optimizer)
     routed, layers = after.experts == "free", after.pattern.layers
     downs = [name for name in weights if name.endswith(".experts.down")]
@@ -51,14 +67,14 @@ def upcycled(
     for name, stored in weights.items():
         if ".experts." not in name:
             continue
-        how, is_down = Upcycling.between(moe, stored.shape[0], routed), name.endswith(".down")
-        scale = how.down_scale if is_down else how.inner_scale
-        new_weights[name] = _divided(stored, how.copies, how.down if is_down else 1.0)
+        how, is_down = Upcycling.between(moe, sets, routed), name.endswith(".down")
+        scale, which = how.down_scale if is_down else how.inner_scale, sets_for(name, sets, how.copies)
+        new_weights[name] = _divided(stored, which, how.down if is_down else 1.0)
         for key in _keys(optimizer, name):
             state = optimizer[f"{name}/{key}"]
             pieces = partial(carried_pieces, optimizer, name, key, moments, how.q, scale, betas)
             state = Stored(state.dtype, state.shape, pieces)
-            new_state[f"{name}/{key}"] = _divided(state, how.copies, 1.0) if state.shape else state
+            new_state[f"{name}/{key}"] = _divided(state, which, 1.0) if state.shape else state
     for path in paths if routed else ():
         pattern = after.of("router", f"{path}.router.weight")
         of_experts = after.of("experts", f"{path}.experts.down")
@@ -84,19 +100,18 @@ def _keys(optimizer: Mapping[str, Stored], parameter: str) -> list[str]:
     return [name.rpartition("/")[2] for name in optimizer if name.rpartition("/")[0] == parameter]
 
 
-def _divided(stored: Stored, copies: int, factor: float) -> Stored:
-    """Each set of a stack [S, ...] `copies` times, one after another, times `factor`."""
+def _divided(stored: Stored, which: Sequence[int], factor: float) -> Stored:
+    """The sets `which` of a stack [S, ...], one after another, times `factor`."""
     sets, *rest = stored.shape
-    size = stored.elements // sets
+    size = stored.elements // max(sets, 1)
 
     def pieces() -> Iterator[Tensor]:
-        for first in range(0, stored.elements, size):
-            for _ in range(copies):
-                begin = 0
-                for piece in stored.pieces():
-                    part = piece[max(first - begin, 0) : max(first + size - begin, 0)]
-                    begin += len(piece)
-                    if len(part):
-                        yield part * factor if factor != 1 else part
+        for first in (each * size for each in which):
+            begin = 0
+            for piece in stored.pieces():
+                part = piece[max(first - begin, 0) : max(first + size - begin, 0)]
+                begin += len(piece)
+                if len(part):
+                    yield part * factor if factor != 1 else part
 
-    return Stored(stored.dtype, (sets * copies, *rest), pieces)
+    return Stored(stored.dtype, (len(which), *rest), pieces)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from tenfold.data.progress import Progress
+    from tenfold.planning.stages import Stage
     from tenfold.training.advising import Candidate
-    from tenfold.training.stages import Stage
 
 USAGE = """usage: tenfold advise RUN.toml [--seconds N] [--json] [flags]
 
@@ -73,10 +73,10 @@ def main(argv: list[str]) -> int:
     from tenfold.hardware.cores import usable_cores
     from tenfold.hardware.device import matrix_rate, pick_device
     from tenfold.hardware.memory import keep_freed_memory
+    from tenfold.planning.stages import plan_stages
     from tenfold.reporting.tables import advice_table
     from tenfold.training.advising import decide
     from tenfold.training.setup import DTYPES, check_compiler, memory_for_state, resolve
-    from tenfold.training.stages import plan_stages
 
     device = pick_device(config.training.device)
     keep_freed_memory()  # as training does
@@ -143,7 +143,7 @@ def _counted(config: RunConfig, stage: Stage) -> Candidate:
 
     (told,) = describe_stages(config, [stage])
     stored = told["stored_parameters"]
-    needed = state_bytes(stored, config.optim.name)
+    needed = state_bytes(stored, config.optim)
     return Candidate(stage.name, format_sharing(told), stored, needed, told["flops_per_token"])
 
 

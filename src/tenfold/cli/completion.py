@@ -74,6 +74,18 @@ _ADVISE_FLAGS = [
     Flag("--seconds", "for how long steps of each stage are timed", "value"),
     Flag("--json", "print one JSON object", "switch"),
 ]
+_PLAN_FLAGS = [
+    Flag("--cluster", "nodes x accelerators, as 64x8:v100-32gb, or a file of doctor --save", "files"),
+    Flag("--objective", "what is to be least", "choice", ("time", "energy", "cost")),
+    Flag("--json", "print one JSON object with everything", "switch"),
+    Flag("--dry-run", "count what the plan needs, too, without memory", "switch"),
+    Flag("--timeline", "draw a step of each stage, .html or .json", "files"),
+    Flag("--write", "write the run file with the plan in it", "files"),
+    Flag("--share-until", "runs whose losses tell how long to share", "files"),
+    Flag("--target-loss", "share so as to reach this loss soonest", "value"),
+    Flag("--deadline", "share so as to reach the lowest loss by then", "value"),
+    Flag("--energy-budget", "share so as to reach the lowest loss for so much energy", "value"),
+]
 _INSPECT_FLAGS = [
     Flag("--documents", "how many of the first documents are shown", "value"),
     Flag("--json", "print the figures as one JSON object", "switch"),
@@ -87,6 +99,9 @@ def _flags(command: str) -> Iterator[Flag]:
         yield from _of_section(RunConfig, "--")
     elif command == "advise":
         yield from _ADVISE_FLAGS
+        yield from _of_section(RunConfig, "--")
+    elif command == "plan":
+        yield from _PLAN_FLAGS
         yield from _of_section(RunConfig, "--")
     elif command == "prepare":
         yield from _of_section(PrepareConfig, "--")

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tenfold.config.run import Part, StageConfig
+from tenfold.config.stage import Part, StageConfig
 from tenfold.config.units import Sharing
 
 DESCRIPTION = """Free layers that share in a checkpoint, and experts: each gets a copy of what it used, optimizer state

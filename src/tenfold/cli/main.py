@@ -15,6 +15,7 @@ COMMANDS = {
     "prepare": "make token shards of a text",
     "inspect": "show what data holds",
     "advise": "tell whether sharing will pay for a run",
+    "plan": "tell what fits a cluster, how fast, and how to lay it out",
     "train": "pretrain a model from a run file",
     "delink": "make a finer checkpoint of one whose layers share",
     "eval": "measure a trained model on a text",
@@ -31,6 +32,7 @@ commands:
 
 examples:
   tenfold inspect corpus/
+  tenfold plan run.toml --cluster 8:h100
   tenfold train examples/demo.toml --out runs/demo
   tenfold train run.toml --optim.lr 3e-4 --dry-run
   tenfold train run.toml --out runs/big --resume

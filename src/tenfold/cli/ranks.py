@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -17,6 +18,7 @@ from tenfold.parallel.launch import World, join, world_of
 
 if TYPE_CHECKING:
     from tenfold.parallel.logs import RankLog
+    from tenfold.parallel.watch import Watch
 
 _LINGER = 4.0  # seconds in which others are to hear why this rank ends: torchrun ends them when it has
 
@@ -26,7 +28,8 @@ _STARTING = 15.0  # seconds by which ranks may differ in how long they take to s
 def on_ranks(work: Callable[[World, RankLog | None], int]) -> int:
     """The exit code of `work`, which is told of the processes and given this rank's log; a lone process has none.
 
-    On many ranks what all of them meet alike is told once, what one meets with its number, and the process ends here.
+    On many ranks one message says why they end: what all of them meet alike, or what the first that failed met, with
+    its number. After an error the process ends here.
     """
     world = world_of(os.environ)
     if world.size == 1:
@@ -39,6 +42,8 @@ def on_ranks(work: Callable[[World, RankLog | None], int]) -> int:
         former = signal.signal(signal.SIGTERM, _end_by_default)
         _ending.append(world)
         code = work(world, log)
+        if world.watch is not None:
+            world.watch.stop()
         signal.signal(signal.SIGTERM, former)
     except BaseException as error:
         code = _ended(world, log, error)
@@ -64,24 +69,20 @@ def _ended(world: World, log: RankLog, error: BaseException) -> int:
     watch = world.watch
     if watch is not None:
         watch.ending = True
-    if isinstance(error, RanksLost):
-        if watch is None:
-            log.tell(error_lines(f"tenfold: {error}"))
-        else:
-            if watch.lost is None:  # not known to the others yet
-                watch.accuse(str(error), "lost")
-            watch.say_lost(error)
-            time.sleep(_LINGER / 2)
+    if isinstance(error, SystemExit):  # what it has to say was said
+        return error.code if isinstance(error.code, int) else 2
+    if isinstance(error, RanksLost) and watch is not None:
+        if watch.lost is None:  # not known to the others yet
+            watch.accuse(str(error), "lost")
+        watch.say_lost(error)
+        time.sleep(_LINGER / 2)
         return error.code
-    if isinstance(error, SystemExit) or watch is None:
-        text, code = str(error), error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 2
-        if watch is None:
-            log.tell(error_lines(f"tenfold: {text}"))
-        return code
     text, code = _told(error)
     log.write(f"tenfold: {text}")
-    watch.accuse(text, code=code)
-    _say(world, log, text)
+    if watch is None:
+        log.tell(error_lines(f"tenfold: {text}"))
+    else:
+        _say(world, watch, text, watch.accuse(text, code=code))
     return code
 
 
@@ -91,34 +92,29 @@ def _told(error: BaseException) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.filename or 'a file'}: {error.strerror}", 2
+    if isinstance(error, RanksLost):
+        return str(error), error.code
     if isinstance(error, KeyboardInterrupt):
         return "stopped", 130
     return f"{type(error).__name__}: {error}\n" + "".join(traceback.format_exception(error)), 1
 
 
-def _say(world: World, log: RankLog, text: str) -> None:
-    """Print an error of this rank: once, by rank 0, if all have it alike; else by the first that has it, by number."""
-    watch = world.watch
-    assert watch is not None
+def _say(world: World, watch: Watch, text: str, first: bool) -> None:
+    """Print an error of this rank: by rank 0, if all have it alike; else by the `first` that had any, by number."""
     key = f"error/{hashlib.sha256(text.encode()).hexdigest()}"
-    try:
-        number = watch.store.add(key, 1)
+    having = 1
+    with contextlib.suppress(RuntimeError):  # where the store went with its keeper
+        watch.store.add(key, 1)
         began = time.monotonic()
         patience = _LINGER / 2 if watch.peers else _STARTING
         while (having := watch.store.add(key, 0)) < world.size and time.monotonic() - began < patience:
-            if watch.store.add("left", 0):
+            if not watch.is_shared():
                 break
             time.sleep(0.1)
-    except RuntimeError:  # the store went with its keeper
-        number, having = 1, 1
     if having == world.size:
-        if world.first:
-            log.tell(error_lines(f"tenfold: {text}"))
-    elif number == 1:
+        watch.say(error_lines(f"tenfold: {text}"), yields=not world.first)
+    else:
         others = f" and {having - 1} others" if having > 1 else ""
-        log.tell(
-            error_lines(
-                f"tenfold: {watch.named([world.rank]) if watch.peers else f'rank {world.rank}'}{others}: {text}"
-            )
-        )
+        name = watch.named([world.rank]) if watch.peers else f"rank {world.rank}"
+        watch.say(error_lines(f"tenfold: {name}{others}: {text}"), yields=not first)
     time.sleep(_LINGER / 2)

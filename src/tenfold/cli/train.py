@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tenfold.data.mixture import TrainingData
     from tenfold.parallel.launch import World
     from tenfold.parallel.logs import RankLog
+    from tenfold.planning.machine import Ranks
+    from tenfold.training.deciding import Decided
     from tenfold.training.run import Run
 
 USAGE = """usage: tenfold train RUN.toml [--out FOLDER] [--resume] [--dry-run] [flags]
@@ -78,20 +80,32 @@ def _main(argv: list[str], world: World, log: RankLog | None) -> int:
 
 def dry_run(config: RunConfig) -> int:
     """Print what every stage is, from the configuration alone: no data is read, no weights are made."""
+    from tenfold.planning.stages import plan_stages
     from tenfold.reporting.display import dry_run_table
     from tenfold.training.setup import describe_stages, with_vocabulary
-    from tenfold.training.stages import plan_stages
     from tenfold.training.start import Start
 
     if config.model.vocab_size is None:
         model = with_vocabulary(config.model, *expected_vocabulary(config))
         config = config.model_copy(update={"model": model})
-    training = config.training.model_copy(update={"precision": "fp32"})
-    config = config.model_copy(update={"training": training})
+    training = config.training
+    if training.precision == "auto":
+        training = training.model_copy(update={"precision": "fp32"})
+        config = config.model_copy(update={"training": training})
     stages = plan_stages(config)
     if config.start.checkpoint is not None:
         Start(config, stages[0], None)  # for its faults
-    Console().print(dry_run_table(describe_stages(config, stages)))
+    console = Console()
+    console.print(dry_run_table(describe_stages(config, stages)))
+    if any(config.offload.of_stage(stage.config.offload).on for stage in stages):
+        from tenfold.hardware.device import pick_device
+        from tenfold.reporting.placement import placement_table
+        from tenfold.training.offload_plan import budgets_here, foresee
+
+        device = pick_device(training.device)
+        for placed in foresee(config, stages, device, lambda wanted: budgets_here(wanted, device)):
+            console.print(f"\nwhere the state of {placed['stage']} would lie, on one rank in {training.precision}:")
+            console.print(placement_table(placed))
     return 0
 
 
@@ -156,20 +170,23 @@ def _train(config: RunConfig, folder: Path, started: bool, device: torch.device,
 
     from tenfold.data.mixture import open_data
     from tenfold.hardware.cores import usable_cores
-    from tenfold.hardware.memory import keep_freed_memory
+    from tenfold.hardware.memory import address_space_is_limited, keep_freed_memory, return_freed_memory
+    from tenfold.planning.stages import plan_stages
     from tenfold.reporting.display import Display, closing_table
+    from tenfold.reporting.foreseen import foreseen_table
     from tenfold.reporting.metrics import MetricsWriter, read_metrics
     from tenfold.reporting.report import write_report
     from tenfold.training.run import Run
     from tenfold.training.setup import check_tokens
-    from tenfold.training.stages import plan_stages
 
-    keep_freed_memory()
+    within = any(config.offload.of_stage(stage.offload).on for stage in config.stages)
+    return_freed_memory() if within and address_space_is_limited() else keep_freed_memory()
     if world.size == 1:  # of many, each was given its own
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
     plan_stages(config)  # its faults are told before any text is read
     given = config
-    config, prepared = world.at_leisure("preparing data", lambda: _decided(given, folder, started, device))
+    decided, prepared = world.at_leisure("preparing data", lambda: _decided(given, folder, started, device, world))
+    config = decided.config
     world.check_seen(prepared, "which is the prepared data (data.path, data.cache)")
     data = open_data(config.data)
     assert config.model.vocab_size is not None
@@ -186,12 +203,19 @@ def _train(config: RunConfig, folder: Path, started: bool, device: torch.device,
     stages = plan_stages(config)
     display = Display(stages[-1].tokens_at(stages[-1].last_step), console=console)
     # Whatever does not fit is told here, before anything is written.
-    run = Run(config, data, folder, device, emit, display.note, world)
-    if not started:
-        run.open_start()
-    with _only_one(folder) if world.first else nullcontext():
+    run = Run(config, data, folder, device, emit, display.note, world, decided.foreseen)
+    if decided.lines:
+        run.record({"event": "plan", "lines": decided.lines})
+    with ExitStack() as held:
+        held.callback(run.close)
+        if not started:
+            run.open_start()
+        if world.first:
+            held.enter_context(_only_one(folder))
         if world.first and not started:
-            _begin(folder, config, data)
+            _begin(folder, decided.given, data)
+        if world.first:
+            decided.save(folder)
         step = run.restore() if started else None
         if step == run.stages[-1].last_step and world.by_first(lambda: bool(_ended(read_metrics(folder)))):
             display.note(f"{folder} is finished already")
@@ -211,25 +235,35 @@ def _train(config: RunConfig, folder: Path, started: bool, device: torch.device,
             return 0
         report = write_report(folder)
         events = read_metrics(folder)
-        console.print(
-            closing_table(
-                _ended(events)[-1], [event for event in events if event["event"] in ("delink", "split")], report
-            )
-        )
+        delinks = [event for event in events if event["event"] in ("delink", "split")]
+        measured = [event for event in events if event["event"] == "measured"]
+        foreseen = foreseen_table(measured) if measured else None
+        console.print(closing_table(_ended(events)[-1], delinks, report, foreseen))
     return 0
 
 
-def _decided(config: RunConfig, folder: Path, started: bool, device: torch.device) -> tuple[RunConfig, list[str]]:
+def _decided(
+    given: RunConfig, folder: Path, started: bool, device: torch.device, world: World
+) -> tuple[Decided, list[str]]:
     """The configuration with everything decided that was left open, once the data is there; where that is."""
     from tenfold.data.mixture import data_as_prepared, open_data
+    from tenfold.training.deciding import decide
     from tenfold.training.setup import resolve
 
-    data = open_data(config.data)
+    data = open_data(given.data)
     paths = [str(part.path.resolve()) for part in data.parts.values()]
-    config = config.model_copy(update={"data": data_as_prepared(config.data, data)})
+    config = given.model_copy(update={"data": data_as_prepared(given.data, data)})
     if started:
-        return _same_config(config, folder, data, device), paths
-    return resolve(config, data.vocab_size, device, data.mask_token(), data.end_of_text), paths
+        config = _same_config(config, folder, data, device)
+    else:
+        config = resolve(config, data.vocab_size, device, data.mask_token(), data.end_of_text)
+
+    def ranks() -> Ranks:
+        from tenfold.planning.machine import Ranks
+
+        return Ranks.here(world.size, world.per_machine, device)
+
+    return decide(config, world.size, ranks, folder if started else None), paths
 
 
 def _begin(folder: Path, config: RunConfig, data: TrainingData) -> None:
@@ -268,7 +302,8 @@ def _same_config(given: RunConfig, folder: Path, data: TrainingData, device: tor
     given = resolve(given, data.vocab_size, device, data.mask_token(), data.end_of_text)
     mine, theirs = dict(leaves(given)), dict(leaves(saved))
     for path in sorted(mine.keys() | theirs.keys()):
-        free = path in _FREE or path.partition(".")[0] == "evaluations" or path.rpartition(".")[2] == "parallel"
+        section, key = path.partition(".")[0], path.rpartition(".")[2]
+        free = path in _FREE or section in ("evaluations", "offload") or key in ("parallel", "offload", "foreseen")
         if mine.get(path) != theirs.get(path) and not free:
             raise TenfoldError(
                 f"{folder} was begun with {path} = {theirs.get(path)!r}, and now it is {mine.get(path)!r}; "

@@ -16,6 +16,7 @@ import tyro
 from pydantic import BaseModel, ValidationError
 
 from tenfold.config.run import RunConfig
+from tenfold.config.units import AXES
 from tenfold.errors import TenfoldError
 
 SectionT = TypeVar("SectionT", bound=BaseModel)
@@ -51,6 +52,8 @@ def load_run(path: Path, flags: Sequence[str] = (), prog: str = "tenfold train R
     default: BaseModel = RunConfig.model_fields["training"].default
     raw = {"training": default.model_dump(exclude_defaults=True)} | raw
     raw = raw | {"stages": [dict(stage) for stage in raw.get("stages", [{}])]}
+    if raw.get("parallel") == "auto":
+        raw["parallel"] = dict.fromkeys(AXES, "auto")
     named = {flag.split("=")[0] for flag in flags}
     if "--model.preset" in named:  # a flag wins over the file, and a preset is a whole model
         raw["model"] = {}
@@ -132,9 +135,10 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def dump_toml(config: BaseModel) -> str:
-    """The whole configuration as TOML: it alone builds the same configuration again."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+def dump_toml(config: BaseModel, whole: bool = True) -> str:
+    """The whole configuration as TOML: it alone builds the same configuration again. Not `whole`: only what it sets,
+    as a run file has it."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_unset=not whole))
 
 
 def describe(error: ValidationError, model: type[BaseModel], source: str) -> str:

@@ -17,8 +17,8 @@ _HEAD = """# The run file
 
 TOML. Every key is a flag too: `[optim] lr = 3e-4` is `--optim.lr 3e-4`, and a key of the first stage
 `--stages.0.until 10%`. An unknown key is an error that names the nearest right one. Counts of tokens and
-`vocab_size` of `[data]` may be written "500k", "2B"; shares 0.2 or "20%". This page is made from the code
-(`make docs`); `tenfold train --help` says the same.
+`vocab_size` of `[data]` may be written "500k", "2B"; shares 0.2 or "20%"; bytes "20GiB" (powers of 1024) or "20GB".
+This page is made from the code (`make docs`); `tenfold train --help` says the same.
 """
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from tenfold.config.base import Section
+from tenfold.config.depth import is_chosen
 from tenfold.config.model import ModelConfig
+from tenfold.config.offload import OffloadConfig, check_looking, check_stages
 from tenfold.config.parallel import ParallelConfig
-from tenfold.config.units import Count, Degrees, Lengths, OptionalCount, Recompute, Share, Sharing, Until, Weights
-
-Part = Literal["attention", "ffn", "experts", "router", "norms"]
+from tenfold.config.stage import StageConfig
+from tenfold.config.units import Count, OptionalCount, Recompute, Share
 
 
 class PrepareConfig(Section):
@@ -105,10 +106,6 @@ class TrainingConfig(Section):
     def _check(self) -> TrainingConfig:
         if (self.tokens is None) == (self.steps is None):
             raise ValueError("give either training.tokens or training.steps, one of the two")
-        if self.recompute_layers and self.recompute == "none":
-            raise ValueError(
-                f'recompute_layers = {self.recompute_layers} needs recompute = "selective" or "full", and it is "none"'
-            )
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"batch_size = {self.batch_size} is not a multiple of micro_batch_size = {self.micro_batch_size}"
@@ -132,6 +129,12 @@ class OptimConfig(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of AdamW's second moment.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum.")
+    state: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32",
+        description="How AdamW's and Muon's moments are kept between steps: fp32; bf16 (half the bytes, rounded "
+        "stochastically); or int8 (in blocks with a scale each, about a quarter). Arithmetic is fp32, and so are "
+        "checkpoints, from which a run with another state may start; less than fp32 changes results.",
+    )
     weight_decay: float = Field(0.1, ge=0, description="Decoupled decay of matrices; norms, biases, embeddings: none.")
     clip: float = Field(1.0, ge=0, description="Largest global norm of the gradient; 0 is no clipping.")
     norm: Literal["l2", "inf"] = Field("l2", description="Which norm of the gradient is told, and clipped.")
@@ -139,6 +142,15 @@ class OptimConfig(Section):
     warmup: Share = Field(0.02, description="Share of the run's tokens over which the rate rises from 0.")
     decay: Share = Field(0.2, description="Share of the run's tokens over which wsd falls at the end.")
     final: Share = Field(0.1, description="Share of the peak rate that is left at the end.")
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimConfig:
+        if self.name == "adafactor" and self.state != "fp32":
+            raise ValueError(
+                f'state = "{self.state}" is for moments of every weight, and name = "adafactor" keeps sums over rows '
+                "and columns, which are next to nothing: leave state out"
+            )
+        return self
 
 
 class StartConfig(Section):
@@ -180,54 +192,6 @@ class EnergyConfig(Section):
         description="ISO code (DEU) whose mean carbon intensity codecarbon knows (no network; extra `carbon`).",
     )
     pue: float = Field(1.0, ge=1, description="Energy of the site over that of its machines; multiplies CO2 alone.")
-
-
-class StageConfig(Section):
-    """A stretch of training with one sharing pattern. Each pattern refines the one before it."""
-
-    name: str = Field("real", min_length=1, description="What the stage is called in logs and plots.")
-    sharing: Sharing = Field("none", description="Which layers share one set of weights.")
-    parts: list[Part] = Field(
-        list(get_args(Part)), min_length=1, description="What of a layer is shared; the rest is each layer's own."
-    )
-    rank: int = Field(
-        0, ge=0, description="Rank of a difference of each layer's own to the matrices it shares; 0: none."
-    )
-    experts: Literal["free", "prototype", "layer"] = Field(
-        "free",
-        description="Which routed experts share one set of weights, as a dense feed-forward without a router: none, "
-        "those of each prototype, or all of a layer.",
-    )
-    until: Until = Field(
-        None,
-        description='Where in the run the stage ends ("20%", {tokens = "2B"}, {steps = 500}); the last stage: unset. '
-        '"auto": when the gradients of its layers part; {auto = "returns"}: when the next stage is predicted to bring '
-        "more a second; their keys: docs/sharing.md.",
-    )
-    moments: Literal["copy", "rescale", "reset", "measure"] = Field(
-        "rescale",
-        description="What optimizer state freed layers start from when this stage begins; formulas: docs/sharing.md.",
-    )
-    moments_steps: int = Field(
-        8,
-        gt=0,
-        description="Steps whose gradients `measure` takes, weights held, from the samples that this stage trains on "
-        "next (at most its length).",
-    )
-    batch_size: int | None = Field(None, gt=0, description="Sequences in one step of this stage; unset: the run's.")
-    mixture: Weights = Field(
-        None, description="Weights of the sources from this stage on, by name; unset: the former. Not named: 0."
-    )
-    sequence_length: Lengths = Field(
-        None,
-        description="Tokens in a sequence of this stage, into which samples of data.sequence_length are cut: a number, "
-        'or {from = 64, to = 1024, over = "50%"} (of the stage; or steps), which grows. Unset: they stay whole.',
-    )
-    parallel: Degrees = Field(
-        None, description="Degrees of [parallel] that differ in this stage, {tensor = 2, data_shard = 4}; unset: none."
-    )
-    lr_scale: float = Field(1.0, gt=0, description="Multiplies the learning rate in this stage.")
-    rewarm: int = Field(0, ge=0, description="Steps over which the rate rises again when this stage begins.")
 
 
 class EvaluationOptions(Section):
@@ -273,6 +237,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()
+    offload: OffloadConfig = OffloadConfig()
     energy: EnergyConfig = EnergyConfig()
     stages: list[StageConfig] = Field([StageConfig()], min_length=1, description="Stages in order.")
     evaluations: list[EvaluationConfig] = Field([], description="What the model is asked besides.")
@@ -293,16 +258,17 @@ class RunConfig(Section):
                     f'stages.{number}.moments = "measure" foresees clipping by the l2 norm, and optim.norm = "inf": '
                     "take other moments, or optim.clip = 0"
                 )
+            if stage.moments == "measure" and self.optim.state != "fp32":
+                raise ValueError(
+                    f'stages.{number}.moments = "measure" adds up squares of gradients in the moments themselves, and '
+                    f'optim.state = "{self.optim.state}" keeps these in fewer bits: take rescale, or state = "fp32"'
+                )
             if (stage.until or {}).get("auto") == "returns" and (stage.batch_size or self.training.batch_size) < 2:
                 raise ValueError(
                     f"stages.{number}.until: auto = returns tells signal from noise by two halves of a batch, and the "
                     "batch_size is 1; raise it"
                 )
-        if (self.training.recompute_layers or 0) > self.model.layers:
-            raise ValueError(
-                f"training.recompute_layers = {self.training.recompute_layers} is more than model.layers = "
-                f"{self.model.layers}; leave it out to recompute all of them"
-            )
+        self._check_recompute()
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages need different names; these are {', '.join(names)}")
@@ -329,11 +295,12 @@ class RunConfig(Section):
                     f'stages.{number}.experts = "{stage.experts}" needs a mixture of experts, and this model is dense: '
                     "set model.moe.experts, or leave it out"
                 )
-            size, micro = stage.batch_size or self.training.batch_size, self.training.micro_batch_size
+            size, micro = stage.batch_size or self.training.batch_size, self.of_stage(stage).training.micro_batch_size
             if micro and size % micro:
-                raise ValueError(
-                    f"stages.{number}.batch_size = {size} is not a multiple of training.micro_batch_size = {micro}"
-                )
+                whole = "training.batch_size" if stage.batch_size is None else f"stages.{number}.batch_size"
+                part = "training" if stage.micro_batch_size is None else f"stages.{number}"
+                raise ValueError(f"{whole} = {size} is not a multiple of {part}.micro_batch_size = {micro}")
+        self._check_offload()
         names = [source.name for source in self.data.mixture]
         for number, stage in enumerate(self.stages):
             for name in stage.mixture or {}:
@@ -350,3 +317,57 @@ class RunConfig(Section):
                 f"model.max_positions = {self.model.max_positions}"
             )
         return self
+
+    def of_stage(self, stage: StageConfig) -> RunConfig:
+        """The run as one of its stages has it: with the stage's own micro-batches, recompute and layout."""
+        own: dict[str, Any] = {}
+        if stage.micro_batch_size is not None:
+            own["micro_batch_size"] = stage.micro_batch_size
+        if stage.recompute is not None:
+            own["recompute"] = stage.recompute
+        if stage.recompute is not None or stage.recompute_layers is not None:
+            own["recompute_layers"] = stage.recompute_layers
+        return self.model_copy(
+            update={
+                "training": self.training.model_copy(update=own),
+                "parallel": self.parallel.of_stage(stage.parallel),
+            }
+        )
+
+    def _check_recompute(self) -> None:
+        tables = [("training", self.training.recompute_layers, self.training.recompute)]
+        for number, stage in enumerate(self.stages):
+            mode = self.of_stage(stage).training.recompute
+            tables.append((f"stages.{number}", stage.recompute_layers, mode))
+        for table, layers, mode in tables:
+            if layers is not None and mode == "none":
+                raise ValueError(
+                    f'{table}.recompute_layers = {layers} needs recompute = "selective" or "full", and it is "none"'
+                )
+            if (layers or 0) > self.model.layers:
+                raise ValueError(
+                    f"{table}.recompute_layers = {layers} is more than model.layers = {self.model.layers}; leave it "
+                    "out to recompute all of them"
+                )
+
+    def _check_offload(self) -> None:
+        depth = self.model.layers
+
+        def recomputed(training: TrainingConfig) -> list[int]:
+            count = 0 if training.recompute == "none" else training.recompute_layers or depth
+            return [layer for layer in range(depth) if is_chosen(layer, count, depth)]
+
+        check_stages(
+            self.offload,
+            [stage.offload for stage in self.stages],
+            depth,
+            [recomputed(self.of_stage(stage).training) for stage in self.stages],
+            self.optim.clip,
+            self.model.moe.experts,
+            self.optim.name,
+        )
+        check_looking(
+            [self.offload.of_stage(stage.offload).on for stage in self.stages],
+            [bool(stage.until and "auto" in stage.until) for stage in self.stages],
+            [stage.moments == "measure" for stage in self.stages],
+        )

@@ -46,7 +46,7 @@ def parse_share(value: Any) -> float:
     return float(value)
 
 
-def _flag(parse: Any, metavar: str, show: Any = str) -> Any:
+def flag(parse: Any, metavar: str, show: Any = str) -> Any:
     """How tyro reads such a value from one word of the command line."""
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -57,15 +57,78 @@ def _flag(parse: Any, metavar: str, show: Any = str) -> Any:
     )
 
 
-Count = Annotated[int, BeforeValidator(parse_count), _flag(parse_count, "N|2M|1.5B")]
+Count = Annotated[int, BeforeValidator(parse_count), flag(parse_count, "N|2M|1.5B")]
 OptionalCount = Annotated[
     Annotated[int, BeforeValidator(parse_count)] | None,
-    _flag(lambda text: None if text == "None" else parse_count(text), "N|2M|1.5B"),
+    flag(lambda text: None if text == "None" else parse_count(text), "N|2M|1.5B"),
 ]
-Share = Annotated[float, BeforeValidator(parse_share), _flag(parse_share, "0.2|20%")]
+Share = Annotated[float, BeforeValidator(parse_share), flag(parse_share, "0.2|20%")]
 
 
-def _without_brackets(text: str) -> str:
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?))?B")
+
+
+def parse_bytes(value: Any) -> int:
+    """Bytes, given as an integer or as text: "20GiB" (powers of 1024) or "20GB" (powers of 1000)."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    match = _BYTES.fullmatch(value.strip().replace("_", "")) if isinstance(value, str) else None
+    if match is not None:
+        number = Fraction(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper())
+        value = round(number)
+    if type(value) is not int or value < 0:
+        raise ValueError(f'cannot read {value!r} as bytes; write for example "20GiB", "500MB" or 1073741824')
+    return value
+
+
+_SECONDS = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
+_JOULES = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(J|Wh)")
+
+
+def parse_seconds(value: str) -> float:
+    """A length of time: "90m", "36h", "10d" or seconds."""
+    match = _SECONDS.fullmatch(value.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f'cannot read {value!r} as a time; write for example "90m", "36h" or "10d"')
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def parse_joules(value: str) -> float:
+    """Energy: "500kWh", "2GJ"."""
+    match = _JOULES.fullmatch(value.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f'cannot read {value!r} as energy; write for example "500kWh" or "2GJ"')
+    return float(match[1]) * 1000.0 ** " kMGT".index(match[2] or " ") * (3600 if match[3] == "Wh" else 1)
+
+
+def parse_budget(value: Any) -> int | str:
+    """A budget of memory: bytes (see `parse_bytes`), or a share of what there is, "60%"."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        parse_share(value)
+        return re.sub(r"\s", "", value)
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "60%" of what there is') from None
+
+
+def budget_bytes(budget: int | str, total: int) -> int:
+    """The bytes of a budget where there are `total`."""
+    return int(parse_share(budget) * total) if isinstance(budget, str) else budget
+
+
+Bytes = Annotated[
+    Annotated[int, BeforeValidator(parse_bytes)] | None,
+    flag(lambda text: None if text == "None" else parse_bytes(text), "20GiB|500MB|N"),
+]
+Budget = Annotated[
+    Annotated[int | str, BeforeValidator(parse_budget)] | None,
+    flag(lambda text: None if text == "None" else parse_budget(text), "20GiB|60%"),
+]
+
+
+def without_brackets(text: str) -> str:
+    """A list or a table, as a flag has it, without its outer brackets."""
     text = text.strip()
     return text[1:-1].strip() if text[:1] + text[-1:] in ("[]", "{}") else text
 
@@ -77,7 +140,7 @@ def parse_sharing(value: Any) -> str | dict[str, int] | list[int]:
     groups=4, cycle=2 and 0,0,1,1, in their brackets or without.
     """
     if isinstance(value, str):
-        text = _without_brackets(value)
+        text = without_brackets(value)
         if text in ("all", "none", "sandwich"):
             return text
         if match := re.fullmatch(r"(groups|cycle)\s*=\s*(\d+)", text):
@@ -105,7 +168,7 @@ def _show_sharing(value: Any) -> str:
 Sharing = Annotated[
     str | dict[str, int] | list[int],
     BeforeValidator(parse_sharing),
-    _flag(parse_sharing, "all|none|sandwich|groups=N|cycle=N|0,0,1,1", _show_sharing),
+    flag(parse_sharing, "all|none|sandwich|groups=N|cycle=N|0,0,1,1", _show_sharing),
 ]
 
 
@@ -116,7 +179,7 @@ def parse_until(value: Any) -> dict[str, Any]:
     `parse_auto`. On the command line 20%, tokens=2B, steps=500, auto and auto=returns,every=50, in brackets or without.
     """
     if isinstance(value, str):
-        text = _without_brackets(value)
+        text = without_brackets(value)
         if text.endswith("%") and "=" not in text:
             return {"share": parse_share(text)}
         if text == "auto":
@@ -124,7 +187,7 @@ def parse_until(value: Any) -> dict[str, Any]:
         if match := re.fullmatch(r"(tokens|steps|share)\s*=\s*(\S+)", text):
             value = {match[1]: match[2].strip("\"'")}
         elif re.match(r"auto\s*=", text):
-            value = dict(_pair(part) for part in text.split(","))
+            value = pairs_of(text)
     if isinstance(value, dict) and "auto" in value:
         return parse_auto(value)
     if isinstance(value, dict) and len(value) == 1:
@@ -139,9 +202,15 @@ def parse_until(value: Any) -> dict[str, Any]:
     )
 
 
-def _pair(text: str) -> tuple[str, str]:
-    key, _, item = text.partition("=")
-    return key.strip(), item.strip().strip("\"'")
+def pairs_of(text: str) -> dict[str, str]:
+    """What "a=1,b=2" says of each key; ValueError where it says two things of one."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        key, _, item = (word.strip(" \"'") for word in part.partition("="))
+        if key in found:
+            raise ValueError(f"{key} is given twice, as {found[key]!r} and as {item!r}: write it once")
+        found[key] = item
+    return found
 
 
 _AUTO: dict[str, dict[str, Any]] = {
@@ -204,16 +273,16 @@ def _until_flag(text: str) -> Any:
 Until = Annotated[
     dict[str, Any] | None,
     BeforeValidator(lambda value: None if value is None else parse_until(value)),
-    _flag(_until_flag, "20%|tokens=2B|steps=500|auto", _show_until),
+    flag(_until_flag, "20%|tokens=2B|steps=500|auto", _show_until),
 ]
 
 
 def parse_weights(value: Any) -> dict[str, float]:
     """Weights of the sources of a mixture by name, {web = 0.7, code = 0.3}; web=0.7,code=0.3 on the command line."""
     if isinstance(value, str):
-        pairs = [part.partition("=") for part in _without_brackets(value).split(",")]
+        pairs = pairs_of(without_brackets(value))
         try:
-            value = {name.strip(): float(weight) for name, _, weight in pairs}
+            value = {name: float(weight) for name, weight in pairs.items()}
         except ValueError:
             raise ValueError(f"cannot read {value!r} as weights; write for example web=0.7,code=0.3") from None
     if not isinstance(value, dict) or not value:
@@ -226,14 +295,44 @@ def parse_weights(value: Any) -> dict[str, float]:
     return {name: float(weight) for name, weight in value.items()}
 
 
-def _show_pairs(value: Any) -> str:
+def show_pairs(value: Any) -> str:
+    """A table as `pairs_of` reads it."""
     return ",".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else str(value)
 
 
 Weights = Annotated[
     dict[str, float] | None,
     BeforeValidator(lambda value: None if value is None else parse_weights(value)),
-    _flag(lambda text: None if text == "None" else parse_weights(text), "web=0.7,code=0.3", _show_pairs),
+    flag(lambda text: None if text == "None" else parse_weights(text), "web=0.7,code=0.3", show_pairs),
+]
+
+
+def parse_foreseen(value: Any) -> dict[str, Any]:
+    """What a plan foresaw of a stage, {seconds = 0.41, device_bytes = "1.2GiB", cluster = "8:h100"}: of a step, of the
+    rank that holds most, and for what ranks. On the command line seconds=0.41,device_bytes=1.2GiB,cluster=8:h100."""
+    if isinstance(value, str):
+        head, _, cluster = without_brackets(value).partition("cluster=")  # whose name may have commas
+        value = {**pairs_of(head.rstrip(", ")), "cluster": cluster}
+    if not isinstance(value, dict) or value.keys() != {"seconds", "device_bytes", "cluster"}:
+        raise ValueError('expected {seconds = 0.41, device_bytes = "1.2GiB", cluster = "8:h100"}, as a plan writes it')
+    try:
+        seconds = float(value["seconds"])
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds = {value['seconds']!r}: a step takes a number of seconds above 0")
+    size = _of_key("device_bytes", parse_bytes, value["device_bytes"])
+    return {"seconds": seconds, "device_bytes": size, "cluster": str(value["cluster"])}
+
+
+Foreseen = Annotated[
+    dict[str, Any] | None,
+    BeforeValidator(lambda value: None if value is None else parse_foreseen(value)),
+    flag(
+        lambda text: None if text == "None" else parse_foreseen(text),
+        "seconds=0.41,device_bytes=1.2GiB,cluster=8:h100",
+        show_pairs,
+    ),
 ]
 
 
@@ -253,25 +352,7 @@ def _degree_of(text: str) -> int | str:
     return parse_degree(int(text) if text.isdecimal() else text)
 
 
-def parse_degrees(value: Any) -> dict[str, int | str]:
-    """Degrees by axis, {tensor = 2, data_shard = "auto"}; tensor=2,data_shard=auto on the command line."""
-    if isinstance(value, str):
-        pairs = [part.partition("=") for part in _without_brackets(value).split(",")]
-        value = {name.strip(): _degree_of(degree.strip(" \"'")) for name, _, degree in pairs}
-    if not isinstance(value, dict) or not value:
-        raise ValueError("expected degrees by axis, for example {tensor = 2, data_shard = 4}")
-    for axis in value:
-        if axis not in AXES:
-            raise ValueError(f"there is no axis {axis!r}; there are {', '.join(AXES)}")
-    return {axis: parse_degree(degree) for axis, degree in value.items()}
-
-
-Degree = Annotated[int | str, BeforeValidator(parse_degree), _flag(_degree_of, "N|auto")]
-Degrees = Annotated[
-    dict[str, int | str] | None,
-    BeforeValidator(lambda value: None if value is None else parse_degrees(value)),
-    _flag(lambda text: None if text == "None" else parse_degrees(text), "tensor=2,data_shard=4", _show_pairs),
-]
+Degree = Annotated[int | str, BeforeValidator(parse_degree), flag(_degree_of, "N|auto")]
 
 
 def parse_lengths(value: Any) -> int | dict[str, float | int]:
@@ -281,11 +362,8 @@ def parse_lengths(value: Any) -> int | dict[str, float | int]:
     as the square root of progress. On the command line 64 and from=64,to=1024,over=50%.
     """
     if isinstance(value, str):
-        text = _without_brackets(value)
-        if text.isdecimal():
-            value = int(text)
-        else:
-            value = {key.strip(): item.strip(" \"'") for key, _, item in (p.partition("=") for p in text.split(","))}
+        text = without_brackets(value)
+        value = int(text) if text.isdecimal() else pairs_of(text)
     if isinstance(value, dict) and {"from", "over"} <= value.keys() <= {"from", "to", "over", "root"}:
         lengths = {key: parse_count(value[key]) for key in ("from", "to") if key in value}
         over, root = value["over"], float(value.get("root", 1))
@@ -304,7 +382,7 @@ def parse_lengths(value: Any) -> int | dict[str, float | int]:
 Lengths = Annotated[
     int | dict[str, float | int] | None,
     BeforeValidator(lambda value: None if value is None else parse_lengths(value)),
-    _flag(lambda text: None if text == "None" else parse_lengths(text), "N|from=64,over=50%", _show_pairs),
+    flag(lambda text: None if text == "None" else parse_lengths(text), "N|from=64,over=50%", show_pairs),
 ]
 
 
@@ -320,5 +398,9 @@ def parse_recompute(value: Any) -> str:
 Recompute = Annotated[
     Literal["none", "selective", "full"],
     BeforeValidator(parse_recompute),
-    _flag(parse_recompute, "none|selective|full"),
+    flag(parse_recompute, "none|selective|full"),
+]
+OptionalRecompute = Annotated[
+    Annotated[Literal["none", "selective", "full"], BeforeValidator(parse_recompute)] | None,
+    flag(lambda text: None if text == "None" else parse_recompute(text), "none|selective|full"),
 ]

@@ -54,7 +54,7 @@ def measure_disk(folder: Path, most_bytes: int, seconds: float = 1.5) -> dict[st
     number, name = tempfile.mkstemp(prefix=".tenfold-doctor-", dir=folder)
     try:
         os.close(number)
-        descriptor, direct = _open_direct(name, buffer)
+        descriptor, direct = open_direct(name, buffer)
     finally:
         os.unlink(name)  # while it is open: nothing is left behind, however this ends
     try:
@@ -74,8 +74,11 @@ def measure_disk(folder: Path, most_bytes: int, seconds: float = 1.5) -> dict[st
     }
 
 
-def _open_direct(name: str, buffer: mmap.mmap) -> tuple[int, bool]:
-    """The file opened past the page cache if its file system can do that (some say so only when written to)."""
+def open_direct(name: str | Path, buffer: mmap.mmap) -> tuple[int, bool]:
+    """A file that is there, opened past the page cache if its file system can do that; whether it can.
+
+    Some say so only when written to: the buffer, page-aligned, is written to its begin.
+    """
     flag = getattr(os, "O_DIRECT", 0)
     if flag:
         try:

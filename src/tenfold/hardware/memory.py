@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -34,6 +35,12 @@ def memory_used_bytes(device: torch.device) -> int:
     return resident if resident is not None else peak_memory_bytes(device)
 
 
+def unnamed_memory_bytes() -> int:
+    """Bytes of this process' resident set that are no file's: tensors, and what the C library keeps free for them."""
+    status = ROOT / "proc/self/status"
+    return (kibibytes(status, "VmRSS") or 0) - (kibibytes(status, "RssFile") or 0)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """The most bytes used so far: resident set of this process, or tensors on a CUDA device."""
     if device.type == "cuda":
@@ -44,6 +51,16 @@ def peak_memory_bytes(device: torch.device) -> int:
         return peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def forget_peak(device: torch.device) -> int:
+    """Have `peak_memory_bytes` count from now on, where the system lets it; the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with suppress(OSError):
+        (ROOT / "proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS again: proc(5)
+    return memory_used_bytes(device)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -59,7 +76,8 @@ def kibibytes(path: Path, key: str) -> int | None:
 
 
 # Options of glibc's mallopt, from its malloc.h.
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+_RETURNED = 2**20
 
 
 def keep_freed_memory() -> bool:
@@ -75,3 +93,28 @@ def keep_freed_memory() -> bool:
     if mallopt is None or "MALLOC_MMAP_MAX_" in os.environ or "GLIBC_TUNABLES" in os.environ:
         return False
     return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def return_freed_memory() -> bool:
+    """Have the C library give the memory of freed tensors of 1 MiB or more back at once; whether it will.
+
+    For a process whose address space is limited (`address_space_is_limited`): there what is kept free counts. By itself
+    glibc keeps blocks of up to 32 MiB for later, once it has seen one freed. See `keep_freed_memory` for what this
+    costs, and for what is left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or {"MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys():
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, _RETURNED) and mallopt(M_TRIM_THRESHOLD, _RETURNED))
+
+
+def return_free_memory() -> None:
+    """Give back, once, all whole pages that the C library keeps free, if it knows how (glibc's malloc_trim)."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def address_space_is_limited() -> bool:
+    """Whether this process has a limit (ulimit -v or -d) on memory that it has asked for, used or not."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(limit != resource.RLIM_INFINITY for limit in limits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from tenfold.nn.cache import LayerCache
 from tenfold.nn.documents import attend_within
 from tenfold.nn.products import product_dtype
 from tenfold.nn.slices import LayerSlice
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class Context(NamedTuple):
@@ -50,6 +53,11 @@ def attend(q_BHTW: Tensor, k_BKSW: Tensor, v_BKSW: Tensor, context: Context) -> 
     if context.caches and q_BHTW.shape[2] == 1:
         return _attend_once(q_BHTW, k_BKSW, v_BKSW, context.caches[0].visible)
     visible = context.caches[0].visible if context.caches else None
+    if (
+        visible is None and q_BHTW.device.type == "meta"
+    ):  # for which PyTorch would choose the kernel that no device runs
+        out: Tensor = _flash(q_BHTW, k_BKSW, v_BKSW, 0.0, context.causal)[0]
+        return out
     return F.scaled_dot_product_attention(
         q_BHTW, k_BKSW, v_BKSW, attn_mask=visible, is_causal=context.causal and visible is None, enable_gqa=grouped
     )

@@ -106,6 +106,12 @@ class Decoder(nn.Module):
         self.head = None if config.tie_embeddings else Linear(columns, config.padded_vocab(), bias=False)
         self.output_bias = nn.Parameter(torch.zeros(config.padded_vocab())) if masked else None
 
+    def set_recompute(self, recompute: Recompute) -> None:
+        """Have layers recompute so from now on."""
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, Block)
+            layer.recompute = recompute.of(number, self.config.layers)
+
     def forward(
         self,
         tokens_BT: Tensor,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tenfold.config.model import ModelConfig
-from tenfold.nn.products import linear
+from tenfold.nn.products import linear, on_cpu
 
 
 class Linear(nn.Linear):
@@ -34,7 +34,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if (kind or config.norm) == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.bias is None and on_cpu(x) and not torch.compiler.is_compiling():
             out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
             return out
         weight = self.weight.to(x.dtype)

@@ -54,6 +54,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             counted = valid if counted_N is None else valid & counted_N[start : start + chunk, None]
             total += ((sums.log() + largest - chosen) * counted).sum()
             if grad_hidden is None or grad_weight is None:
+                del logits, powers  # before the next chunk's are made
                 continue
             grad = powers.mul_(valid / sums).scatter_add_(1, safe, -mine.to(wide)).to(dtype)
             grad_hidden[start : start + chunk] = grad @ weight
@@ -63,6 +64,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight += grad.t() @ hidden
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+            del logits, powers, grad
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return total
 

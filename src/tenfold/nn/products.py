@@ -6,6 +6,8 @@ code; casting to fp32, multiplying there and rounding once is the same arithmeti
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,9 +23,30 @@ def _cpu_widens() -> bool:
     return not has_bf16_unit()
 
 
+_foreseen: list[bool] = []
+
+
+@contextmanager
+def foreseeing(bf16_unit: bool) -> Iterator[None]:
+    """Have tensors on the meta device computed with as on a processor that has a bf16 unit, or has none.
+
+    So the shapes of a run elsewhere are seen here.
+    """
+    _foreseen.append(bf16_unit)
+    try:
+        yield
+    finally:
+        _foreseen.pop()
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether a CPU computes with `x`, or is foreseen to."""
+    return x.device.type == "cpu" or (bool(_foreseen) and x.device.type == "meta")
+
+
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which matrices like `x` are multiplied: its own, but fp32 for bf16 on a CPU without a bf16 unit."""
-    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and _cpu_widens():
+    if x.dtype == torch.bfloat16 and on_cpu(x) and (not _foreseen[-1] if _foreseen else _cpu_widens()):
         return torch.float32
     return x.dtype
 

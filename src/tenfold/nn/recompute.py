@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tenfold.config.depth import is_chosen
 from tenfold.nn.grouped import EXPERTS
 from tenfold.nn.routing import CHOOSE
 
@@ -39,7 +40,7 @@ class Recompute(NamedTuple):
     def of(self, layer: int, depth: int) -> Mode:
         """The mode of layer `layer` of `depth`."""
         count = depth if self.layers is None else min(self.layers, depth)
-        return self.mode if (layer + 1) * count // depth > layer * count // depth else "none"
+        return self.mode if is_chosen(layer, count, depth) else "none"
 
 
 KEEP_ALL = Recompute()

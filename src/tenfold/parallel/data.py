@@ -7,14 +7,16 @@ has to itself, and is large, is a group of its own. Replicas (HSDP) add their gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.pipelining import PipelineStage
 
 from tenfold.config.parallel import ParallelConfig
@@ -108,13 +110,67 @@ def look_again(model: Decoder) -> None:
     It finds them by name, now and once more before it first gathers them: so that happens here, where a name is that of
     the parameter, and not of its sum with a layer's difference.
     """
-    with read_plainly():
-        model._apply(lambda tensor: tensor)
+    with read_plainly(), torch.no_grad():
+        for group in groups_of(model):
+            for each in group.fsdp_params:
+                each.reset_sharded_param()
         if any(differing(module) for module in model.modules()):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()
                     module.reshard()
+
+
+def groups_of(model: Decoder) -> list[FSDPParamGroup]:
+    """FSDP2's groups of parameters, in the order in which a forward pass first needs them."""
+    found: list[FSDPParamGroup] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            one = getattr(state, "_fsdp_param_group", None)
+            found += getattr(state, "_fsdp_param_groups", [] if one is None else [one])
+    order = {parameter: place for place, parameter in enumerate(model.layers.parameters())}
+
+    def first(group: FSDPParamGroup) -> int:
+        return min(order.get(each.sharded_param, -1) for each in group.fsdp_params)
+
+    return sorted(dict.fromkeys(found), key=first)
+
+
+def shards_of(group: FSDPParamGroup) -> dict[nn.Parameter, Tensor]:
+    """Where the shards of a group's parameters lie between uses: flat, with what pads them."""
+    return {each.sharded_param: each._sharded_param_data for each in group.fsdp_params}
+
+
+def before_gathering(group: FSDPParamGroup, call: Callable[[bool], None]) -> None:
+    """Have `call` called, with whether it is for a backward pass, before a group's shards are read."""
+    gather, copy = group.unshard, group.wait_for_unshard
+
+    def tell() -> None:
+        call(group._training_state == TrainingState.PRE_BACKWARD)
+
+    def unshard(async_op: bool = False) -> None:
+        if group.is_unsharded or group._all_gather_result is not None:
+            gather(async_op)
+            return
+        tell()
+        reading = getattr(group.comm_ctx, "all_gather_copy_in_stream", None)  # there is none before the first pass
+        if group.device.type != "cuda" or reading is None:
+            gather(async_op)
+            return
+        # Shards are read on a stream of FSDP2's own: behind what brought them, and before what takes their place.
+        current = torch.cuda.current_stream()
+        reading.wait_stream(current)
+        gather(async_op)
+        current.wait_stream(reading)
+
+    def wait_for_unshard() -> None:
+        # Where one rank has all of a shard (replicas) FSDP2 reads it only now.
+        if group._all_gather_result is not None and group._all_gather_process_group.size() == 1:
+            tell()
+        copy()
+
+    group.unshard, group.wait_for_unshard = unshard, wait_for_unshard  # type: ignore[method-assign]
 
 
 def begin_schedule(model: Decoder) -> None:

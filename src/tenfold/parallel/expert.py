@@ -20,13 +20,16 @@ from tenfold.nn.grouped import Rows, keep_rows, sort_rows
 from tenfold.nn.moe import Experts
 from tenfold.nn.ranks import ExpertRanks, TensorRanks
 from tenfold.parallel.collectives import all_gather, all_reduce
-from tenfold.parallel.exchange import Exchange, plans_of, send_rows
+from tenfold.parallel.exchange import Exchange, Plan, plans_of, send_rows
 from tenfold.parallel.mesh import Mesh
 from tenfold.parallel.zigzag import order_of_runs
 
 
 class ExpertGroup(ExpertRanks):
     """This rank's experts and the others of `mesh`, whose tensor ranks are `tensor`."""
+
+    exchange = Exchange
+    """How rows travel."""
 
     def __init__(self, mesh: Mesh, config: ModelConfig, tensor: TensorRanks) -> None:
         degrees = mesh.degrees
@@ -119,8 +122,8 @@ class ExpertGroup(ExpertRanks):
         group: dist.ProcessGroup,
     ) -> Tensor:
         over_tensor = self._over_tensor()
-        plans = plans_of(told, 0 if over_tensor is None else self._tensor.rank, x_ND.device)
-        exchange = Exchange(group, over_tensor, plans, rows, gates_NC.dtype)
+        plans = self._plans(told, 0 if over_tensor is None else self._tensor.rank, x_ND.device)
+        exchange = self.exchange(group, over_tensor, plans, rows, gates_NC.dtype)
         tickets = send_rows(x_ND, gates_NC, exchange)
         shared_ND = None if shared is None else shared()  # while rows are on their way
         y_ND: Tensor = experts(*tickets, through=exchange.compute)
@@ -128,6 +131,9 @@ class ExpertGroup(ExpertRanks):
         if self._tensor_group is not None and not torch.is_grad_enabled():
             y_ND = self._sum(y_ND)
         return y_ND if shared_ND is None else y_ND + shared_ND
+
+    def _plans(self, told: Tensor, tensor: int, device: torch.device) -> list[Plan]:
+        return plans_of(told, tensor, device)
 
     def _over_tensor(self) -> dist.ProcessGroup | None:
         """The tensor ranks where these have tokens of their own."""

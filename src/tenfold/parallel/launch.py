@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from tenfold.parallel.logs import RankLog
-    from tenfold.parallel.watch import Peer, Watch
+    from tenfold.parallel.peers import Peer
+    from tenfold.parallel.watch import Watch
 
 # PyTorch takes seconds to import: here only where there are many ranks, for one is told of its mistakes at once.
 
@@ -49,6 +52,12 @@ class World:
     def first(self) -> bool:
         """Whether this is rank 0, which writes and tells."""
         return self.rank == 0
+
+    @property
+    def per_machine(self) -> int:
+        """Ranks on each machine; where these have differently many, the most into which all of them divide."""
+        peers = self.watch.peers if self.watch is not None else []
+        return math.gcd(*Counter(peer.host for peer in peers).values()) if peers else self.size
 
     def agreed(self, value: T) -> T:
         """What rank 0 gives as `value`, on every rank."""
@@ -84,10 +93,27 @@ class World:
         if self.first:
             outcome = _outcome(work)
             store.set(key, "done")
-        while not store.check([key]):
-            time.sleep(0.5)
+        self.watch.wait_until(lambda: store.check([key]))
         doing("starting")
         return _value(self.agreed(outcome))
+
+    def by_each(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` comes to on every rank, `at_leisure`. Rank 0 goes first: the others find what it leaves on disk,
+        and what goes wrong there is raised on all."""
+        done: list[T] = []
+        self.at_leisure(what, lambda: done.append(work()))
+        if self.watch is None:
+            return done[0]
+        from tenfold.parallel.watch import doing
+
+        key, store = f"leisure/{what}/ranks", self.watch.store
+        doing(what, patient=True)
+        if not self.first:
+            done.append(work())
+        store.add(key, 1)
+        self.watch.wait_until(lambda: store.add(key, 0) == self.size)
+        doing("starting")
+        return done[0]
 
     def explained(self, error: Exception) -> Exception:
         """What is to be told of an error: of one of the talk between ranks, which of them is lost."""
@@ -219,7 +245,8 @@ def open_world(world: World, device: str, timeout: float) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from tenfold.parallel.watch import GRACE, Peer
+    from tenfold.parallel.peers import Peer
+    from tenfold.parallel.watch import GRACE
 
     gpu = _take_gpu(world) if device == "cuda" else ""
     cores = f"{sum(1 << core for core in os.sched_getaffinity(0)):x}" if hasattr(os, "sched_getaffinity") else ""
@@ -240,7 +267,6 @@ def open_world(world: World, device: str, timeout: float) -> Iterator[None]:
     )
     yield
     # After an error it stays open: the process ends without asking the others.
-    world.watch.stop()
     dist.destroy_process_group()
 
 

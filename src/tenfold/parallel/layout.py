@@ -6,7 +6,7 @@ part of every parameter; FSDP2; memory; initial weights. Whatever the layout, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,18 @@ from torch import Tensor, nn
 from tenfold.config.model import ModelConfig
 from tenfold.config.parallel import ParallelConfig
 from tenfold.nn.decoder import Decoder
-from tenfold.nn.init import initialize
+from tenfold.nn.init import Memory, initialize
 from tenfold.nn.objective import Example
 from tenfold.nn.ranks import ALONE, Ranks, Stage
 from tenfold.nn.recompute import KEEP_ALL, Recompute
+from tenfold.parallel.absent import drop_memory
 from tenfold.parallel.context import SplitSequences
 from tenfold.parallel.expert import ExpertGroup
 from tenfold.parallel.grid import tensor_ranks
+from tenfold.parallel.launch import World
 from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
-from tenfold.parallel.pipeline import StageRanks, holders_of, leave, stages_of_model
+from tenfold.parallel.pipeline import StageRanks, holders_of, leave, stages_of_model, stages_with
 from tenfold.parallel.rank import Rank, T
 from tenfold.parallel.slices import SlicedPasses
 from tenfold.parallel.splits import cut, splits_of
@@ -53,6 +55,7 @@ class Layout(Rank):
         dtype: torch.dtype = torch.float32,
         recompute: Recompute = KEEP_ALL,
     ) -> None:
+        super().__init__()
         self.mesh, self.config, self.model_config, self.sharing = mesh, config, model, sharing
         self.device, self.alone, self.number = device, mesh.degrees.ranks == 1, mesh.rank
         self.ranks, self.data, self.tensor = mesh.degrees.ranks, mesh.degrees.data, mesh.degrees.tensor
@@ -97,8 +100,28 @@ class Layout(Rank):
             pipeline = StageRanks(self.mesh.group("pipeline"), self._stages, self._holders, self.device)
         return Ranks(tensor, context, expert, pipeline)
 
-    def build(self, seed: int | None = None) -> Decoder:
-        """The model with initial weights; without a `seed` they are whatever memory holds."""
+    def build(
+        self,
+        seed: int | None = None,
+        housed: Callable[[Decoder], Memory] | None = None,
+        only: Container[str] | None = None,
+    ) -> Decoder:
+        """The model with initial weights; without a `seed` they are whatever memory holds, and so are those whose names
+        are not among `only`, if that is given.
+
+        `housed` is given the model before its parameters that are trained have memory (`absent`), sees to that, and
+        gives the way to fill them.
+        """
+        model = self.shaped()
+        self.give_memory(model, (lambda _: None) if housed is None else _without_memory)
+        memory = None if housed is None else housed(model)
+        if seed is not None:
+            named = {name: each for name, each in self.named(model).items() if only is None or name in only}
+            initialize(model, seed, None if self.alone else self._held, named, memory)
+        return model
+
+    def shaped(self) -> Decoder:
+        """The model as this rank holds it, split and sharded, on the meta device: shapes without memory."""
         others = self.others  # made first: it has tensors of its own, which are to have memory
         with torch.device("meta"):
             model = Decoder(*self._decoder, others)
@@ -112,14 +135,15 @@ class Layout(Rank):
             layers = {int(name): layer for name, layer in model.layers.named_children()}
             runs = [[layers[at] for at in run if at in layers] for run in self.sharing.segments()]
             shard(model, [run for run in runs if run], by_expert, self.mesh, self.config)
-        materialize(model, self.device)
-        if not self.alone:
+        return model
+
+    def give_memory(self, model: Decoder, then: Callable[[nn.Parameter], None] = lambda _: None) -> None:
+        """Let a model that is `shaped` have memory; `then` is called with each parameter as soon as it has it."""
+        materialize(model, self.device, then)
+        if self.degrees.data_replicate * self.degrees.shard > 1:
             from tenfold.parallel.data import look_again
 
             look_again(model)
-        if seed is not None:
-            initialize(model, seed, None if self.alone else self._held, self.named(model))
-        return model
 
     def _held(self, name: str) -> Piece:
         return self.piece(name)
@@ -146,13 +170,7 @@ class Layout(Rank):
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The pipeline ranks that hold a parameter."""
-        if name in self._users:
-            stages = [stage for stage in self._stages if not set(stage.layers).isdisjoint(self._users[name])]
-        elif name == "embedding.weight" and self.whole.head is None:
-            stages = [self._stages[0], self._stages[-1]]
-        else:
-            first = name.partition(".")[0] in ("embedding", "positions", "embedding_norm", "projection")
-            stages = self._stages[:1] if first else self._stages[-1:]
+        stages = stages_with(name, self._users.get(name), self._stages, self.whole.head is None)
         return tuple(sorted({self._holders[stage.number] for stage in stages}))
 
     def run_passes(
@@ -182,12 +200,18 @@ class Layout(Rank):
         end_schedule(model)
         return found
 
-    def whole_shapes(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-        """The whole shapes of tensors, of all ranks: weights by name, or their optimizer state by "name/kind"."""
+    def whole_shapes(self, tensors: Mapping[str, Tensor], everyone: bool = True) -> dict[str, tuple[int, ...]]:
+        """The whole shapes of tensors: weights by name, or their optimizer state by "name/kind". Those of all ranks, or
+        of what this one has alone."""
         if self.alone:
             return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         mine = {key: self.shapes[key.partition("/")[0]] if tensor.dim() else () for key, tensor in tensors.items()}
-        return {key: shape for shapes in self.of_all(mine) for key, shape in shapes.items()}
+        return {key: shape for shapes in (self.of_all(mine) if everyone else [mine]) for key, shape in shapes.items()}
+
+    def dtypes(self, tensors: Mapping[str, Tensor], everyone: bool = True) -> dict[str, torch.dtype]:
+        """The dtypes of such tensors, likewise."""
+        mine = {key: tensor.dtype for key, tensor in tensors.items()}
+        return {key: dtype for dtypes in (self.of_all(mine) if everyone else [mine]) for key, dtype in dtypes.items()}
 
     def piece(self, name: str, shape: tuple[int, ...] | None = None) -> Piece:
         """This rank's piece of a parameter, or of a tensor of its optimizer state that has another whole shape."""
@@ -233,17 +257,15 @@ class Layout(Rank):
             for name, parameter in self.named(model).items()
         }
 
-    def collect(
-        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, to: int | None = 0
-    ) -> Tensor | None:
-        """A whole parameter `name`, or a tensor of its optimizer state, of `shape` and `dtype`, on the CPU of rank
-        `to`, or of all if None. All ranks must call it; `tensor` is this rank's, None where it has none.
+    def collect(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """A whole parameter `name`, or a tensor of its optimizer state, of `shape` and `dtype`, on the CPU of rank 0.
+        All ranks must call it; `tensor` is this rank's, None where it has none.
         """
         if self.alone or (not shape and self.degrees.pipeline == 1):
             return tensor
         local = None if tensor is None else local_of(tensor)
         owners = pieces(name, shape, self.model_config, self.degrees, self.stages_of(name)[0])
-        return collect(local, dtype, self.device, shape, owners, to)
+        return collect(local, dtype, self.device, shape, owners)
 
     def largest(self, tensor: Tensor) -> Tensor:
         """The maximum over all ranks."""
@@ -251,19 +273,9 @@ class Layout(Rank):
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
-    def agreed(self, value: T) -> T:
-        """What rank 0 gives as `value`, on every rank."""
-        told = [value]
-        if not self.alone:
-            dist.broadcast_object_list(told, 0)
-        return told[0]
-
     def of_all(self, value: T) -> list[T]:
         """Every rank's `value`."""
-        told = [value] * self.degrees.ranks
-        if not self.alone:
-            dist.all_gather_object(told, value)
-        return told
+        return World(self.number, self.ranks).of_all(value)
 
     def total(self, *tensors: Tensor) -> list[Tensor]:
         """The sum over all ranks of each of `tensors`, in one exchange."""
@@ -274,6 +286,11 @@ class Layout(Rank):
         sizes = [tensor.numel() for tensor in tensors]
         parts = zip(flat.split(sizes), tensors, strict=True)
         return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in parts]
+
+
+def _without_memory(parameter: nn.Parameter) -> None:
+    if parameter.requires_grad:  # what is not trained is small
+        drop_memory(parameter)
 
 
 FLAT = 2**20

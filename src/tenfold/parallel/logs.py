@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -48,8 +49,9 @@ class RankLog:
         return path
 
     def write(self, text: str) -> None:
-        """A line of the log alone."""
-        self.file.write(f"{text}\n".encode())
+        """A line of the log alone; a disk that is full keeps nobody from ending in order."""
+        with contextlib.suppress(OSError):
+            self.file.write(f"{text}\n".encode())
 
     def tell(self, text: str) -> None:
         """A line of the terminal and the log, of any rank."""

@@ -7,11 +7,9 @@ exchange most stand nearest to each other. The expert axis is the inner part of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -66,104 +64,32 @@ class Degrees:
         return " x ".join(told) or "one rank"
 
 
-def degrees_of(config: ParallelConfig, world: int, model: ModelConfig, batch_size: int) -> Degrees:
-    """The degrees of a run on `world` ranks, with what is "auto" chosen; see `choose`.
+def degrees_of(config: ParallelConfig, world: int, model: ModelConfig) -> Degrees | None:
+    """The degrees of a run on `world` ranks, where arithmetic alone gives those that are "auto"; None: there is a
+    choice, which is for the planner.
 
-    Raises TenfoldError with every number when they do not multiply to `world`.
+    Raises TenfoldError with every number when they cannot multiply to `world`.
     """
     given = {axis: getattr(config, axis) for axis in AXES}
-    known = {axis: degree for axis, degree in given.items() if degree != "auto"}
-    open_axes = [axis for axis in AXES if given[axis] == "auto"]
-    taken = math.prod(known.get(axis, 1) for axis in AXES if axis != "expert")
+    degrees = {axis: 1 if degree == "auto" else int(degree) for axis, degree in given.items()}
+    taken = math.prod(degree for axis, degree in degrees.items() if axis != "expert")
+    open_axes = [axis for axis in AXES if given[axis] == "auto" and axis != "expert"]
     rest, over = divmod(world, taken)
-    if over or (rest > 1 and not set(open_axes) - {"expert"}):
+    if over or (rest > 1 and not open_axes):
         told = " x ".join(f"{axis} {given[axis]}" for axis in AXES if axis != "expert")
         raise TenfoldError(
             f"parallel: {told} does not make the {world} ranks that were started (torchrun's --nproc-per-node x "
             f"--nnodes): the degrees given multiply to {taken}. Change one of them, or the number of ranks"
         )
-    degrees = choose(Degrees(**known), open_axes, rest, model, batch_size)
-    return replace(degrees, grid=config.tensor_grid and degrees.tensor > 1)
-
-
-def fitting(
-    config: ParallelConfig, world: int, model: ModelConfig, batch_size: int, micro_batch_size: int, lengths: list[int]
-) -> Degrees:
-    """`degrees_of`, checked. Where what the rule chose for open axes fits nothing, the first of all others that fits.
-
-    Raises TenfoldError when no degrees do, with what is wrong with those of the rule.
-    """
-    degrees = degrees_of(config, world, model, batch_size)
-    try:
-        check(degrees, model, batch_size, micro_batch_size, lengths, config)
-    except TenfoldError:
-        for other in _others(config, world, model):
-            with suppress(TenfoldError):
-                check(other, model, batch_size, micro_batch_size, lengths, config)
-                return other
-        raise
-    return degrees
-
-
-def _others(config: ParallelConfig, world: int, model: ModelConfig) -> Iterator[Degrees]:
-    """All degrees that open axes may have on `world` ranks; first those with most ranks along the axes that `choose`
-    fills first."""
-    axes = ["data_shard", "data_replicate", "tensor", "pipeline", "context"]
-    each = [list(range(world, 0, -1)) if getattr(config, axis) == "auto" else [getattr(config, axis)] for axis in axes]
-    found = []
-
-    def go_on(chosen: dict[str, Any], rest: int) -> None:
-        if len(chosen) == len(axes):
-            found.extend([chosen] * (rest == 1))
-            return
-        for degree in each[len(chosen)]:
-            if rest % degree == 0:
-                go_on(chosen | {axes[len(chosen)]: degree}, rest // degree)
-
-    go_on({}, world)
-    found.sort(key=lambda degrees: -degrees["data_shard"] * degrees["data_replicate"])  # stable
-    for chosen in found:
-        degrees = Degrees(**chosen, expert=1 if config.expert == "auto" else int(config.expert))
-        degrees = replace(degrees, grid=config.tensor_grid and degrees.tensor > 1)
-        yield _spread(degrees, model) if config.expert == "auto" else degrees
-
-
-def choose(degrees: Degrees, open_axes: list[str], rest: int, model: ModelConfig, batch_size: int) -> Degrees:
-    """Degrees for the axes that are open, which `rest` ranks are left for.
-
-    As many ranks as the batch has samples for take samples of their own, and split the weights; of those left over as
-    many as the heads allow split layers, and the others the layers by depth, or sequences. Experts are spread over as
-    many of the data ranks as divide them.
-    """
-
-    def give(axis: str, most: int) -> None:
-        nonlocal degrees, rest
-        if axis in open_axes:
-            degree = max(each for each in range(1, rest + 1) if rest % each == 0 and most % each == 0)
-            degrees, rest = _with(degrees, axis, degree), rest // degree
-
-    samples = batch_size // degrees.data if batch_size % degrees.data == 0 else 1
-    give("data_shard", samples)
-    give("data_replicate", samples if "data_shard" not in open_axes else samples // degrees.data_shard)
-    give("tensor", model.key_heads)
-    give("pipeline", model.layers)
-    give("context", rest)
-    if rest > 1:  # nothing divides it: told by `check`
-        axis = next(axis for axis in open_axes if axis != "expert")
-        degrees = _with(degrees, axis, getattr(degrees, axis) * rest)
-    return _spread(degrees, model) if "expert" in open_axes else degrees
-
-
-def _spread(degrees: Degrees, model: ModelConfig) -> Degrees:
-    """With experts over as many of the data ranks as divide them."""
-    if not model.moe.experts:
-        return degrees
-    return replace(degrees, expert=math.gcd(degrees.shard, model.moe.experts // model.moe.prototypes))
-
-
-def _with(degrees: Degrees, axis: str, degree: int) -> Degrees:
-    changed: dict[str, Any] = {axis: degree}
-    return replace(degrees, **changed)
+    if rest > 1 and len(open_axes) > 1:
+        return None
+    if rest > 1:
+        degrees[open_axes[0]] = rest
+    if given["expert"] == "auto" and model.moe.experts:
+        shard = degrees["data_shard"] * degrees["context"]
+        if math.gcd(shard, model.moe.experts // model.moe.prototypes) > 1:
+            return None
+    return Degrees(**degrees, grid=config.tensor_grid and degrees["tensor"] > 1)
 
 
 def check(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from tenfold.config.model import ModelConfig
 from tenfold.parallel.mesh import Degrees
-from tenfold.parallel.splits import Split, split_of
+from tenfold.parallel.regions import Region, all_of, part_of, put
+from tenfold.parallel.splits import Split, split_of, splits_along
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,12 @@ class Piece:
 
     split: Split
     rows: range
+
+    @cached_property
+    def region(self) -> Region:
+        """Its indices in the whole tensor."""
+        held = self.split.held
+        return (part_of(held[0], self.rows), *held[1:]) if held else ()
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -54,20 +62,23 @@ class Piece:
 
     def put(self, whole: Tensor, piece: Tensor) -> None:
         """Write the piece into a whole tensor."""
-        self.split.put(whole, piece, self.rows)
+        put(whole, all_of(self.whole_shape), piece, self.region)
 
 
 def piece_at(
     name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, shard: int, tensor: int
 ) -> Piece:
     """The piece of the rank at index `shard` along data_shard x context, and `tensor`."""
-    split = split_of(name, shape, config, degrees, tensor, shard % degrees.expert)
+    return _piece(name, split_of(name, shape, config, degrees, tensor, shard % degrees.expert), degrees, shard)
+
+
+def _piece(name: str, split: Split, degrees: Degrees, shard: int) -> Piece:
     shards, index = degrees.shard, shard
     if name.endswith("balance_bias"):  # whole on every rank (`data.shard`)
         shards, index = 1, 0
     elif split.by_expert:
         shards, index = shards // degrees.expert, shard // degrees.expert
-    rows = split.local_shape[0] if shape else 0
+    rows = split.local_shape[0] if split.shape else 0
     each = -(-rows // shards)
     return Piece(split, range(min(index * each, rows), min((index + 1) * each, rows)))
 
@@ -77,14 +88,26 @@ def pieces(
 ) -> Iterator[tuple[int, Piece]]:
     """All the pieces of a tensor, each once, with the rank that hands it out; `stage` is the first that holds it."""
     first = stage * degrees.ranks // degrees.pipeline
+    splits = [splits_along(name, shape, config, degrees, expert) for expert in range(degrees.expert)]
     seen = set()
     for shard in range(degrees.shard):
         for tensor in range(degrees.tensor):
-            piece = piece_at(name, shape, config, degrees, shard, tensor)
+            piece = _piece(name, splits[shard % degrees.expert][tensor], degrees, shard)
             key = (piece.split.held, piece.rows)
             if key not in seen:
                 seen.add(key)
                 yield first + shard * degrees.tensor + tensor, piece
+
+
+def piece_by_rank(name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees) -> list[Piece]:
+    """The piece of every rank by its number, as if all pipeline ranks held the tensor."""
+    splits = [splits_along(name, shape, config, degrees, expert) for expert in range(degrees.expert)]
+    found = [
+        _piece(name, split, degrees, shard)
+        for shard in range(degrees.shard)
+        for split in splits[shard % degrees.expert]
+    ]
+    return found * (degrees.ranks // len(found))
 
 
 @torch.no_grad()
@@ -94,27 +117,22 @@ def collect(
     device: torch.device,
     shape: tuple[int, ...],
     owners: Iterator[tuple[int, Piece]],
-    to: int | None,
 ) -> Tensor | None:
-    """The whole tensor, from the pieces that ranks have (`local` is this one's): on the CPU of rank `to`, or of all.
+    """The whole tensor, from the pieces that ranks have (`local` is this one's): on the CPU of rank 0.
 
-    Every rank must call it. Ranks that do not get it give None.
+    Every rank must call it. The others give None.
     """
     mine = dist.get_rank()
-    whole = torch.empty(shape, dtype=dtype) if to in (None, mine) else None
+    whole = torch.empty(shape, dtype=dtype) if mine == 0 else None
     for owner, piece in owners:
-        if to == owner == mine:
-            sent = local
-        elif to is None or mine in (to, owner):
-            sent = local.contiguous() if mine == owner and local is not None else None
+        sent = local.contiguous() if mine == owner and local is not None else None
+        if owner != 0 and mine in (0, owner):
             if sent is None:
                 sent = torch.empty(piece.shape, dtype=dtype, device=device)
             if not sent.numel():
                 continue
-            if to is None:
-                dist.broadcast(sent, owner)
-            elif mine == owner:
-                dist.send(sent, to)
+            if mine == owner:
+                dist.send(sent, 0)
             else:
                 dist.recv(sent, owner)
         if whole is not None and sent is not None and piece.shape == tuple(sent.shape):

@@ -73,6 +73,17 @@ def stages_of_model(whole: Decoder, sharing: Sharing, count: int, positions: int
     return [Stage(number, run, number == count - 1) for number, run in enumerate(runs)]
 
 
+def stages_with(name: str, users: Sequence[int] | None, stages: Sequence[Stage], tied: bool) -> list[Stage]:
+    """Which of `stages` need a parameter: `users` are the layers that use it, None of what is outside of layers; `tied`
+    says whether the output matrix is the embedding."""
+    if users is not None:
+        return [stage for stage in stages if not set(stage.layers).isdisjoint(users)]
+    if name == "embedding.weight" and tied:
+        return list(dict.fromkeys((stages[0], stages[-1])))
+    first = name.partition(".")[0] in ("embedding", "positions", "embedding_norm", "projection")
+    return list(stages[:1] if first else stages[-1:])
+
+
 def cut_by_cost(costs: Sequence[float], count: int, borders: set[int]) -> list[range]:
     """Layers of these costs as `count` runs.
 

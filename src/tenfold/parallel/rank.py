@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -29,6 +30,10 @@ class Rank:
     tensor = 1
     """Ranks that split every layer."""
 
+    def __init__(self) -> None:
+        self.before_pass: Callable[[bool], None] = lambda _: None
+        """Told before a micro-batch whether it is the last of its step."""
+
     def run_passes(
         self, model: Decoder, micro_batches: Sequence[Example], valid_tokens: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
@@ -36,7 +41,9 @@ class Rank:
         [L, columns of `nn.moe`]. Gradients are those of the mean over `valid_tokens`, the whole step's."""
         loss_parts = statistics_parts_LS = torch.zeros((), device=valid_tokens.device)
         for number, part in enumerate(micro_batches, start=1):
-            self.begin_pass(model, last=number == len(micro_batches))
+            last = number == len(micro_batches)
+            self.begin_pass(model, last)
+            self.before_pass(last)
             loss, statistics_LS = backward(model, part, valid_tokens, chunk)
             loss_parts = loss_parts + loss
             statistics_parts_LS = statistics_parts_LS + statistics_LS
@@ -64,10 +71,6 @@ class Rank:
         """The maximum over all ranks."""
         return tensor
 
-    def agreed(self, value: T) -> T:
-        """What rank 0 gives as `value`, on every rank."""
-        return value
-
     def of_all(self, value: T) -> list[T]:
         """Every rank's `value`."""
         return [value]
@@ -80,14 +83,21 @@ ALONE = Rank()
 
 
 @torch.no_grad()
-def gradient_norm(model: Decoder, rank: Rank, kind: float = 2.0) -> Tensor:
-    """The norm (2 or infinity) of the gradient of all stored parameters of all ranks, each once."""
+def gradient_norm(
+    model: Decoder, rank: Rank, kind: float = 2.0, away: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+) -> Tensor:
+    """The norm (2 or infinity) of the gradient of all stored parameters of all ranks, each once.
+
+    `away` has the norms of gradients that are not here.
+    """
     copies = rank.copies(model)
-    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norms = torch._foreach_norm([local_of(parameter.grad) for parameter in trained if parameter.grad is not None], kind)
+    here = {each: local_of(each.grad) for each in model.parameters() if each.grad is not None}
+    norms = dict(zip(here, torch._foreach_norm(list(here.values()), kind), strict=True)) if here else {}
+    norms |= away
     if not norms:
         raise ValueError("no parameter has a gradient")
-    stacked = torch.stack(norms)
+    trained = [parameter for parameter in model.parameters() if parameter in norms]
+    stacked = torch.stack([norms[parameter] for parameter in trained])
     if rank.alone:
         return torch.linalg.vector_norm(stacked, kind)
     if kind == math.inf:
@@ -98,7 +108,9 @@ def gradient_norm(model: Decoder, rank: Rank, kind: float = 2.0) -> Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[nn.Parameter], largest: float, norm: Tensor) -> None:
-    """Scale gradients so that their `norm` is at most `largest`."""
+def clip_gradients(parameters: Sequence[nn.Parameter], largest: float, norm: Tensor) -> Tensor:
+    """Scale gradients so that their `norm` is at most `largest`; by what."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_of(each.grad) for each in parameters if each.grad is not None], factor)
+    if here := [local_of(each.grad) for each in parameters if each.grad is not None]:
+        torch._foreach_mul_(here, factor)
+    return factor

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from tenfold.config.model import ModelConfig
 from tenfold.nn.low_rank import LEFT, RIGHT
 from tenfold.parallel.mesh import Degrees
-
-Ranges = tuple[range, ...]
+from tenfold.parallel.regions import Ranges, Region
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Split:
 
     shape: tuple[int, ...]
     """Of the whole parameter."""
-    held: tuple[Ranges, ...]
+    held: Region
     by_expert: bool = False
     """Whether expert ranks hold different parts of it."""
     tensor_copies: tuple[int, ...] = (0,)
@@ -46,16 +45,6 @@ class Split:
             if sum(map(len, ranges)) < whole.shape[dim]:
                 whole = torch.cat([whole.narrow(dim, each.start, len(each)) for each in ranges], dim)
         return whole
-
-    def put(self, whole: Tensor, part: Tensor, rows: range | None = None) -> None:
-        """Write this rank's `part` into `whole`; where `rows` is given it has these rows of the part alone."""
-        if not whole.dim():
-            whole.copy_(part)
-            return
-        index = [torch.tensor([at for each in ranges for at in each]) for ranges in self.held]
-        if rows is not None:
-            index[0] = index[0][rows.start : rows.stop]
-        whole[torch.meshgrid(*index, indexing="ij")] = part.to(whole.device)
 
 
 def share_of(total: int, parts: int, part: int) -> range:
@@ -98,10 +87,16 @@ def split_of(
     name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int
 ) -> Split:
     """The same for one parameter of that name and whole shape, or a tensor of its optimizer state."""
-    held, by_expert = _held(name, shape, config, degrees, tensor, expert)
-    everyone = range(degrees.tensor)
-    copies = (other for other in everyone if held == _held(name, shape, config, degrees, other, expert)[0])
-    return Split(shape, held, by_expert, tuple(copies))
+    return splits_along(name, shape, config, degrees, expert)[tensor]
+
+
+def splits_along(name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, expert: int) -> list[Split]:
+    """The same of every tensor rank at an expert rank."""
+    found = [_held(name, shape, config, degrees, tensor, expert) for tensor in range(degrees.tensor)]
+    ranks: dict[tuple[Ranges, ...], list[int]] = {}
+    for tensor, (held, _) in enumerate(found):
+        ranks.setdefault(held, []).append(tensor)
+    return [Split(shape, held, by_expert, tuple(ranks[held])) for held, by_expert in found]
 
 
 def _held(
@@ -146,6 +141,11 @@ def _held(
         if not (name.endswith(LEFT) and last) and not (name.endswith(RIGHT) and not last):
             held[dim] = ranges
     return tuple(held), by_expert
+
+
+def in_a_layer(name: str) -> str:
+    """A parameter's name without its layer's number: those that are called alike lie alike."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
 
 
 def _kind(name: str) -> tuple[str, str, str]:

@@ -12,17 +12,16 @@ import contextlib
 import faulthandler
 import json
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tenfold.errors import RanksLost
+from tenfold.parallel.peers import Peer, State, describe, ranks_named
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -34,6 +33,8 @@ GRACE = 30.0
 
 _HANDLING = 3.0  # seconds that a main thread has to notice by itself what the watch was told
 _SILENT = 6.0  # seconds without a word after which a rank is missed that others lost a connection to
+_YIELDING = 20.0  # seconds in which another rank is to say why all end
+_STAYING = 60.0  # seconds at most for which the keeper of the store stays for other ranks
 
 
 class Doing(NamedTuple):
@@ -58,64 +59,12 @@ def doing(what: str, step: int | None = None, patient: bool = False) -> None:
     _now = Doing(_now.turn + 1, what, _now.step if step is None else step, time.monotonic(), patient)
 
 
-@dataclass(frozen=True)
-class Peer:
-    """What the others know of a rank from the first."""
-
-    host: str
-    pid: int
-    space: str = ""  # of process ids: those of another are not to be looked up
-    cores: str = ""  # that it may run on, one bit each
-    threads: int = 0  # asked for; 0: none
-    device: str = "cpu"
-    gpu: str = ""
-
-    @classmethod
-    def here(cls, **known: Any) -> Peer:
-        """This process."""
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            space = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        except OSError:
-            space = ""
-        return cls(socket.gethostname(), os.getpid(), space, **known)
-
-    def is_gone(self) -> bool:
-        """Whether the process ended; never said of one that cannot be seen from here."""
-        if not self.space or self.space != Peer.here().space:
-            return False
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-        except (OSError, IndexError):
-            return True
-
-
-@dataclass
-class State:
-    """What a rank says of itself. `still` is for how many seconds nothing moved; `exchange`: it waits in one."""
-
-    rank: int
-    beat: int
-    turn: int
-    what: str
-    step: int | None
-    still: float
-    at: str
-    exchange: bool
-    time: float
-
-    def __str__(self) -> str:
-        where = f"step {self.step}, {self.what}" if self.step is not None else self.what
-        return f"{where} ({self.at})" if self.at else where
-
-
 class Watch:
     """The thread that tells and watches, of one rank. `store` must be a connection of its own; `keeper` serves it."""
 
     def __init__(self, rank: int, size: int, store: Store, log: RankLog, keeper: str = "rank 0") -> None:
         self.rank, self.size, self.store, self.log, self._keeper = rank, size, store, log, keeper
         self.serves = rank == 0 and keeper == "rank 0"
-        self._gone = 0
         self.timeout = float("inf")
         self.lost: RanksLost | None = None
         """What was found, once it was."""
@@ -127,7 +76,10 @@ class Watch:
         self._position: object = None
         self._moved = time.monotonic()
         self._beat = 0
-        self._suspicion: tuple[float, str] | None = None  # since when, and what the main thread met with
+        self._suspicion: str | None = None  # what the main thread met with in an exchange
+        self._met_at = ""  # the line where
+        self._gone: list[int] = []  # ranks that can hear no more
+        self._yields = False  # why all end is another rank's to say
         self._judging = 0.0  # when this rank may judge, where another was first to
         self._found, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="tenfold-watch", daemon=True)
@@ -137,41 +89,57 @@ class Watch:
         """End: this rank needs the others no more, nor they it."""
         self._over.set()
         self._thread.join()
-        with contextlib.suppress(RuntimeError):  # where the store's keeper was done earlier
-            self.store.set(f"done{self.rank}", "")
+        self._take_leave()
 
     def meet(self, me: Peer, timeout: float) -> list[Peer]:
         """All ranks, once they are there; RanksLost names those that are not within `timeout` seconds."""
         self.store.set(f"peer{self.rank}", json.dumps(asdict(me)))
         keys, began = [f"peer{rank}" for rank in range(self.size)], time.monotonic()
-        while not self.store.check(keys):
+
+        def are_there() -> bool:
+            if self.store.check(keys):
+                return True
             if time.monotonic() - began > timeout:
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 raise RanksLost(
                     f"{ranks_named(missing)} of {self.size} did not come within {timeout:g} s. Look at why "
                     f"{'they do' if len(missing) > 1 else 'it does'} not start; parallel.timeout may be set higher"
                 )
-            time.sleep(0.1)
+            return False
+
+        self.wait_until(are_there, 0.1)
         self.peers = [Peer(**json.loads(told)) for told in self.store.multi_get(keys)]
         return self.peers
+
+    def wait_until(self, ready: Callable[[], bool], pause: float = 0.5) -> None:
+        """Ask every `pause` seconds; RanksLost once it is known that the run ends."""
+        while not ready():
+            if self.lost is not None:
+                raise self.lost
+            time.sleep(pause)
 
     def explain(self, error: BaseException) -> RanksLost:
         """Why an exchange with other ranks failed here."""
         if self.lost is None:
-            self._suspicion = (time.monotonic(), (str(error).splitlines() or [type(error).__name__])[0])
+            self._met_at = _place_met(error)
+            self._suspicion = (str(error).strip().splitlines() or [type(error).__name__])[0]
         self.ending = True
         self._found.wait(3 * _SILENT)
-        return self.lost or RanksLost(
-            f"the connection to other ranks was lost: {self._suspicion and self._suspicion[1]}"
-        )
+        return self.lost or RanksLost(f"the connection to other ranks was lost: {self._suspicion}")
 
-    def accuse(self, text: str, kind: str = "error", code: int = RanksLost.code, gone: int = 0) -> None:
-        """Tell all ranks to end, for a reason of this one or one that it found; the first of all is heard. Of them
-        `gone` cannot hear it."""
-        if self.store.add("faults", 1) == 1:
-            self.store.set(
-                "fault", json.dumps({"kind": kind, "rank": self.rank, "text": text, "code": code, "gone": gone})
-            )
+    def accuse(self, text: str, kind: str = "error", code: int = RanksLost.code, gone: Sequence[int] = ()) -> bool:
+        """Tell all ranks to end, for a reason of this one or one that it found; ranks that are `gone` cannot hear it.
+
+        The first of all is heard: whether it is this.
+        """
+        try:
+            if self.store.add("faults", 1) > 1:
+                return False
+            fault = {"kind": kind, "rank": self.rank, "text": text, "code": code, "gone": list(gone)}
+            self.store.set("fault", json.dumps(fault))
+        except RuntimeError:  # the store went with its rank
+            return False
+        return True
 
     def speaks(self, subject: str) -> bool:
         """Whether this rank is the one of all that says `subject` on the terminal: the first that asks."""
@@ -196,7 +164,7 @@ class Watch:
                     where = f" on {self.peers[0].host}" if self.peers else ""
                     text = f"{self._keeper}{where} is gone, and with it the store of the run: {error}".splitlines()[0]
                     return self._end(
-                        {"kind": "lost", "rank": self.rank, "text": text, "code": RanksLost.code, "gone": 1}
+                        {"kind": "lost", "rank": self.rank, "text": text, "code": RanksLost.code, "gone": [0]}
                     )
         return None
 
@@ -214,6 +182,7 @@ class Watch:
         now, self._beat = _now, self._beat + 1
         still = time.monotonic() - max(self._moved, now.since)
         at, exchange = _place_of(sys._current_frames().get(self._main or 0))
+        at = self._met_at or at
         state = State(self.rank, self._beat, now.turn, now.what, now.step, still, at, exchange, time.time())
         self.store.set(f"rank{self.rank}", json.dumps(asdict(state)))
 
@@ -224,7 +193,8 @@ class Watch:
             near = enumerate(self.peers)
             gone = [rank for rank, peer in near if rank != self.rank and peer.is_gone() and not self._is_done(rank)]
             if gone and not self.store.check(["fault"]):
-                self._find(gone, {}, "is gone: its process ended without a word (killed, perhaps for memory)")
+                why = "is gone: its process ended without a word (killed, perhaps for memory)"
+                self._find(gone, self._heard_anew(gone), why, gone)
                 return
         due = still > self.timeout or self._suspicion is not None
         if not due or time.monotonic() < self._judging:
@@ -242,26 +212,38 @@ class Watch:
             self._tell()
             if self.store.check(["fault"]):
                 return
-        after = {rank: state for rank, state in self._states().items() if not self._is_done(rank)}
+        after = {rank: state for rank, state in self._states().items() if rank == self.rank or not self._is_done(rank)}
         mine = after[self.rank]
         silent = [rank for rank, state in after.items() if rank != self.rank and state.beat == before[rank].beat]
         behind = [rank for rank, state in after.items() if state.turn < mine.turn and not _now.patient]
         elsewhere = [rank for rank, state in after.items() if not state.exchange and state.turn == mine.turn]
         if silent:
-            self._find(silent, after, "does not answer (stopped, or its machine or network is gone)")
+            self._find(silent, after, "does not answer (stopped, or its machine or network is gone)", silent)
         elif behind:
             self._find(behind, after, f"did not come in {still:.0f} s to where others wait")
         elif elsewhere and mine.exchange and not _now.patient:
             self._find(elsewhere, after, f"did not come in {still:.0f} s to an exchange that others wait in")
         elif self._suspicion:
-            self._find([], after, self._suspicion[1])
+            self._find([], after, self._suspicion)
         elif still > self.timeout + GRACE / 2 and not _now.patient:
             self._find([], after, f"no rank moved for {still:.0f} s")
         else:
             self._judging = time.monotonic() + GRACE / 4
 
     def _is_done(self, rank: int) -> bool:
+        """Whether a rank needs the store no more."""
         return self.store.check([f"done{rank}"])
+
+    def _heard_anew(self, gone: Sequence[int]) -> dict[int, State]:
+        """What every rank says now: all but those `gone` have a few moments to say it."""
+        before, began = self._states(), time.monotonic()
+        while True:
+            self._tell()
+            states = self._states()
+            late = [rank for rank, state in states.items() if state.beat == before[rank].beat and rank not in gone]
+            if all(self._is_done(rank) for rank in late) or time.monotonic() - began > 3 * self._interval:
+                return states
+            time.sleep(self._interval / 4)
 
     def _states(self) -> dict[int, State]:
         """What every rank said last."""
@@ -272,19 +254,18 @@ class Watch:
         unheard = {rank: State(rank, 0, 0, "starting", None, 0.0, "", False, time.time()) for rank in range(self.size)}
         return unheard | {state.rank: state for state in states}
 
-    def _find(self, missing: Sequence[int], states: dict[int, State], why: str) -> None:
-        states = states or self._states()
-        text = describe(list(missing), why, states, self.peers, self.timeout)
-        self.accuse(
-            f"{text}\nStacks of the ranks: {self.log.folder}" if self.log.folder else text, "lost", gone=len(missing)
-        )
+    def _find(self, missing: list[int], states: dict[int, State], why: str, gone: Sequence[int] = ()) -> None:
+        text = describe(missing, why, states, self.peers, self.timeout)
+        self.accuse(f"{text}\nStacks of the ranks: {self.log.folder}" if self.log.folder else text, "lost", gone=gone)
 
     def _end(self, fault: dict[str, Any]) -> None:
         """End this rank: the main thread does, if it notices itself; else this one."""
         text, self._gone = fault["text"], fault["gone"]
         if fault["kind"] == "error":
-            if fault["rank"] == self.rank or self.ending:
+            if fault["rank"] == self.rank or (self.ending and self._suspicion is None):
+                self._linger()  # the main thread is about to say what it met itself
                 return
+            self._yields = True
             text = f"{self.named([fault['rank']])} stopped, and so does the run: {text.splitlines()[0]}"
         self.log.write(f"tenfold: {text}")
         faulthandler.dump_traceback(self.log.file)
@@ -293,77 +274,75 @@ class Watch:
         self._found.set()
         began, patience = time.monotonic(), 3 * _HANDLING if self.peers else 6 * _HANDLING
         while not self.ending and time.monotonic() - began < patience:
-            time.sleep(self._interval / 4)
+            self._linger(self._interval / 4)
             self._look()
             if time.monotonic() - self._moved > _HANDLING:
                 break
-        if self.ending:
-            self._over.wait(4 * _SILENT)
-            if self._over.is_set():
-                return
+        if self.ending and self._linger(4 * _SILENT):
+            return
         self.say_lost(self.lost)
         self.leave(self.lost.code)
 
+    def _linger(self, seconds: float = float("inf")) -> bool:
+        """Only tell that this rank is there, so that the store stays; whether it is over before `seconds` are."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(RuntimeError):
+                self._tell()
+            if self._over.wait(min(left, self._interval)):
+                return True
+        return False
+
     def say_lost(self, lost: RanksLost) -> None:
-        """On the terminal, by one rank of all."""
-        if self.speaks("lost"):
-            self.log.tell(f"tenfold: {lost}")
+        """On the terminal, by one rank of all; an error that another has is that one's to say."""
+        if self._yields:
+            with contextlib.suppress(RuntimeError):
+                self.store.add("spared", 1)
+        self.say(f"tenfold: {lost}", self._yields)
+
+    def is_shared(self) -> bool:
+        """Whether all ranks may still come to the error that is to be said: none has said that it was spared it."""
+        return self.store.add("spared", 0) == 0
+
+    def say(self, text: str, yields: bool = False) -> None:
+        """Why the run ends, on the terminal, by one rank of all. One that `yields` does only if no other gets to it."""
+        began = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            while yields and time.monotonic() - began < _YIELDING and not self.store.add("said/end", 0):
+                self._tell()
+                time.sleep(self._interval / 4)
+        if self.speaks("end"):
+            self.log.tell(text)
 
     def leave(self, code: int) -> None:
-        """End the process now: what is open between ranks that are lost must not be waited for.
-
-        Only that of the store waits for those that still have to ask it something.
-        """
-        with contextlib.suppress(RuntimeError):
-            self.store.add("left", 1)
-            began = time.monotonic()
-            while self.serves and time.monotonic() - began < 2 * _SILENT:
-                if self.store.add("left", 0) >= self.size - self._gone:
-                    break
-                time.sleep(0.1)
+        """End the process now: what is open between ranks that are lost must not be waited for."""
+        self._take_leave()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(OSError):  # where the disk is full
+                stream.flush()
         os._exit(code)
+
+    def _take_leave(self) -> None:
+        """Say that this rank needs the store no more. Its keeper stays for all that do, as long as they speak."""
+        beats: dict[int, int] = {}
+        heard: dict[int, float] = {}
+        with contextlib.suppress(RuntimeError):  # where the store's keeper was gone before
+            self.store.set(f"done{self.rank}", "")
+            began = now = time.monotonic()
+            while self.serves and now - began < _STAYING:
+                for rank, state in self._states().items():
+                    if beats.get(rank) != state.beat:
+                        beats[rank], heard[rank] = state.beat, now
+                silent = [rank for rank in beats if now - heard[rank] > (_SILENT if beats[rank] else 2 * _SILENT)]
+                ended = [rank for rank, peer in enumerate(self.peers) if peer.is_gone()]
+                if all(self._is_done(rank) for rank in set(beats) - {*silent, *ended, *self._gone}):
+                    return
+                time.sleep(self._interval / 4)
+                now = time.monotonic()
 
     def named(self, ranks: Sequence[int]) -> str:
         """Ranks with their hosts."""
         return ranks_named(ranks, self.peers)
-
-
-def describe(missing: list[int], why: str, states: dict[int, State], peers: list[Peer], timeout: float) -> str:
-    """Who is missing, where each rank was last seen, and what to do."""
-    lines = [f"{ranks_named(missing, peers)} {why}" if missing else f"ranks wait for each other: {why}"]
-    latest = max((state.time for state in states.values()), default=0.0)
-    for rank in missing:
-        if rank in states:
-            ago = latest - states[rank].time + states[rank].still
-            lines.append(f"  {ranks_named([rank], peers)}: last seen {ago:.0f} s ago in {states[rank]}")
-    others: dict[str, list[int]] = {}
-    for rank, state in states.items():
-        if rank not in missing:
-            others.setdefault(str(state), []).append(rank)
-    for where, ranks in others.items():
-        longest = max(states[rank].still for rank in ranks)
-        lines.append(f"  {ranks_named(ranks, peers)}: {where}, for {longest:.0f} s")
-    lines.append(
-        "Look at what became of it, and start again with --resume. Where a rank may really take that long, set "
-        f"parallel.timeout (now {timeout:g} s) higher"
-    )
-    return "\n".join(lines)
-
-
-def ranks_named(ranks: Sequence[int], peers: Sequence[Peer] = ()) -> str:
-    """ "rank 3 on host a", "ranks 0-2, 7"."""
-    ranges: list[list[int]] = []
-    for rank in sorted(ranks):
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    told = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
-    hosts = list(dict.fromkeys(peers[rank].host for rank in ranks)) if peers else []
-    where = f" on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}" if hosts else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {told}{where}"
 
 
 def _place_of(frame: FrameType | None) -> tuple[str, bool]:
@@ -376,6 +355,17 @@ def _place_of(frame: FrameType | None) -> tuple[str, bool]:
             return f"{file.rpartition('/tenfold/')[2]}:{frame.f_lineno}", exchange
         frame = frame.f_back
     return "", exchange
+
+
+def _place_met(error: BaseException) -> str:
+    """The innermost line of Tenfold's that an error came through."""
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/tenfold/" in file:
+            place = f"{file.rpartition('/tenfold/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return place
 
 
 def is_of_exchange(error: BaseException) -> bool:

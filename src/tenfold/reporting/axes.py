@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tenfold.reporting.format import format_bytes, format_count, format_joules, format_seconds
 from tenfold.reporting.history import History
-from tenfold.reporting.svg import COLOURS
+from tenfold.reporting.svg import COLOURS, thin
 
 WIDE = (5.2, 3.1)  # inches; a figure is scaled to its place, and text stays readable on a phone at this size
 AXES = {"tokens": "tokens", "seconds": "time", "joules": "energy"}  # what things are plotted against, and its name
@@ -44,6 +44,28 @@ def new_figure(inches: tuple[float, float] = WIDE) -> tuple[Figure, Axes]:
     """An empty figure with one pair of axes."""
     figure = Figure(figsize=inches, layout="constrained")
     return figure, figure.add_subplot()
+
+
+def lines_plot(
+    history: History,
+    lines: Sequence[tuple[tuple[list[float], list[float]], str]],
+    label: str,
+    show: Callable[[float], str] | None,
+) -> Figure | None:
+    """Lines of (x, y) by name against tokens, from 0 up; None where there are none."""
+    lines = [((x, y), name) for (x, y), name in lines if any(not math.isnan(value) for value in y)]
+    if not lines:
+        return None
+    figure, axes = new_figure()
+    for number, ((x, y), name) in enumerate(lines):
+        marker = "o" if len(x) == 1 else ""
+        axes.plot(*thin(x, y), color=line_colour(number), linewidth=1.1, label=name, marker=marker, markersize=3.5)
+    axes.set_ylabel(label)
+    scale_up(axes, [value for (_, y), _ in lines for value in y], show)
+    mark_stages(axes, history, "tokens")
+    if len(lines) > 1:
+        axes.legend(loc="best")
+    return figure
 
 
 def mark_stages(axes: Axes, history: History, axis: str) -> None:

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tenfold.reporting.foreseen import foreseen_line, outcome_table
 from tenfold.reporting.format import (
     MISSING,
     describe_check,
@@ -26,6 +27,7 @@ from tenfold.reporting.format import (
     format_share,
     format_sharing,
 )
+from tenfold.reporting.placement import placement_table, traffic_line
 from tenfold.reporting.tables import closing_table, dry_run_table
 
 __all__ = [
@@ -73,6 +75,7 @@ class Display:
         self._validation: dict[str, Any] = {}
         self._rates: collections.deque[float] = collections.deque(maxlen=10)
         self._titled = False
+        self._placed: dict[str, dict[str, Any]] = {}  # by stage
 
     def __enter__(self) -> Display:
         if not self._quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -89,6 +92,10 @@ class Display:
         """A line that stays, above the live display."""
         if not self._quiet:
             self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
+
+    def _table(self, table: RenderableType) -> None:
+        if not self._quiet:
+            self._console.print(table)
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in one event of `metrics.jsonl`."""
@@ -124,6 +131,20 @@ class Display:
                     f"stored parameters {stored}, optimizer moments: {event.get('moments')}, "
                     f"logits {format_logits(event)}"
                 )
+            case "placement":
+                stage = str(event.get("stage", ""))
+                self._placed[stage] = event
+                self.note(f"step {event.get('step')}: where the state of {stage} lies, and what that is to cost:")
+                self._table(placement_table(event))
+            case "plan":
+                for line in event.get("lines") or []:
+                    self.note(line)
+            case "measured" if not event.get("last"):
+                self.note(f"{'':>9}{foreseen_line(event)}")
+            case "measured":
+                stage = str(event.get("stage", ""))
+                self.note(f"step {event.get('step')}: what {stage} took, without its first step:")
+                self._table(outcome_table(event, self._placed.get(stage)))
             case "check":
                 self.note(f"step {event.get('step')}: {describe_check(event)}")
             case "split":
@@ -157,6 +178,8 @@ class Display:
             self._line([title for title, _ in COLUMNS])
             self._titled = True
         self._line(self._cells())
+        if told := traffic_line(self._step.get("offload")):
+            self.note(f"{'':>9}{told}")
 
     def _change_stage(self, name: str) -> None:
         if name != self._stage:
@@ -218,7 +241,7 @@ class Display:
         title = f"tenfold  {self._start.get('run', '')}".rstrip()
         return Panel(Group(head, bar, self._gauges()), title=Text(title, style="bold"), title_align="left")
 
-    def _gauges(self) -> Table:
+    def _gauges(self) -> RenderableType:
         step = self._step
         limit = (self._start.get("machine") or {}).get("memory_limit_bytes")
         memory = format_bytes(step.get("memory_bytes")) + (f" of {format_bytes(limit)}" if limit else "")
@@ -237,7 +260,9 @@ class Display:
             table.add_column(ratio=1)
         for row in (gauges[:4], gauges[4:]):
             table.add_row(*(Text.assemble((f"{name}\n", "dim"), (value, "bold")) for name, value in row))
-        return table
+        if not (told := traffic_line(step.get("offload"))):
+            return table
+        return Group(table, Text.assemble(("below the device\n", "dim"), (told, "bold")))
 
 
 def _describe(stage: dict[str, Any]) -> str:

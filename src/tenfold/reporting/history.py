@@ -30,6 +30,9 @@ class History:
     similarities: list[Event]  # a step with a delinking has two, before and after it
     samples: list[Event]
     evaluations: list[Event]
+    placements: list[Event]  # where state lies: of each stage, of a resumption too
+    plans: list[Event]  # what of the layout was decided as the run began
+    measured: list[Event]  # what was foreseen of a stage beside what was measured
     troubles: list[Event]  # note, skip, stop, resume, error, in the order of the file
     end: Event | None
     latest: Event  # the last line of the file
@@ -57,6 +60,9 @@ class History:
             similarities=_once(events, "similarity", "stage"),
             samples=_once(events, "sample"),
             evaluations=_once(events, "evaluation", "task", "name"),
+            placements=_once(events, "placement", "stage"),
+            plans=_once(events, "plan"),
+            measured=_once(events, "measured", "stage"),
             troubles=[event for event in events if event.get("event") in ("note", "skip", "stop", "resume", "error")],
             end=next((event for event in reversed(events) if event.get("event") == "end"), None),
             latest=events[-1],

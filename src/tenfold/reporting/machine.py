@@ -60,6 +60,39 @@ def machine_report(facts: dict[str, Any], advice: list[Advice]) -> RenderableTyp
     return Group(*parts)
 
 
+def cluster_report(cluster: dict[str, Any]) -> RenderableType:
+    """What was measured of a machine for planning (a dumped `planning.cluster.Cluster`), in short."""
+    accelerator, link = cluster["accelerator"], cluster["node_link"]
+    table = Table.grid(padding=(0, 2))
+    table.add_row("device", accelerator["name"])
+    if cluster["threads"]:
+        table.add_row("OpenMP threads", str(cluster["threads"]))
+    for dtype, speed in accelerator["matrix"].items():
+        table.add_row(f"products, {dtype}", f"up to {format_flops(speed['peak'])}")
+    for dtype, speed in accelerator["attention"].items():
+        table.add_row(f"attention, {dtype}", f"up to {format_flops(speed['peak'])}")
+    for dtype, speed in accelerator["grouped"].items():
+        table.add_row(f"experts, {dtype}", f"up to {format_flops(speed['peak'])}")
+    table.add_row("large passes over memory", _per_second(accelerator["memory_rate"]["peak"]))
+    for optimizer, speed in accelerator["update"].items():
+        table.add_row(f"updates, {optimizer}", f"{_per_second(speed['peak'])} of weights at most")
+    for way in ("read", "write"):
+        if rate := cluster[f"host_{way}_bytes_per_second"]:
+            table.add_row(f"host memory, {way}", _per_second(rate))
+        table.add_row(f"disk, {way}", _per_second(cluster[f"disk_{way}_bytes_per_second"]))
+    for kind, pace in link["kinds"].items():
+        microseconds = pace["latency_seconds"] * 1e6
+        table.add_row(kind.replace("_", "-"), f"{microseconds:.0f} us, then {_per_second(pace['bytes_per_second'])}")
+    if cluster["crowding"]:
+        slower = ", ".join(f"{kind} {factor:.2f}" for kind, factor in cluster["crowding"].items())
+        table.add_row("two at once take times", slower)
+    return table
+
+
+def _per_second(rate: float) -> str:
+    return f"{format_bytes(rate)}/s"
+
+
 def _rows(section: dict[str, Any]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=24)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tenfold.reporting.axes import Plot
 from tenfold.reporting.elements import card, document, plot_sections, samples_table, table, wrongs
+from tenfold.reporting.foreseen import HEAD, foreseen_rows
 from tenfold.reporting.format import (
     MISSING,
     describe_check,
@@ -40,6 +41,7 @@ def build_page(history: History, plots: Sequence[tuple[str, Sequence[Plot]]]) ->
         _facts(history),
         _verdict(history),
         "<h2>Stages</h2>" + _stages(history),
+        _foreseen(history),
         _ngrams(history),
         *plot_sections(plots),
         _evaluations(history),
@@ -132,6 +134,11 @@ def _stages(history: History) -> str:
     return card(table(head, rows))
 
 
+def _foreseen(history: History) -> str:
+    rows = foreseen_rows(history.measured)
+    return "<h2>Foreseen and measured</h2>" + card(table(HEAD, rows)) if rows else ""
+
+
 def _ngrams(history: History) -> str:
     """The model beside n-gram models of the same text: a loss alone says little."""
     end = history.end or {}
@@ -185,6 +192,7 @@ def _wrongs(history: History) -> str:
 def _happenings(history: History) -> str:
     start = history.start.get("stages") or []
     rows = [["0", "start", ", then ".join(str(stage.get("name")) for stage in start) or MISSING]]
+    rows += [[str(event["step"]), "planned", line] for event in history.plans for line in event.get("lines") or []]
     told = [(delink, "delinked", _delinking(delink)) for delink in history.all_delinks]
     told += [(check, "decided", describe_check(check)) for check in history.checks if check.get("decision")]
     # A decision comes before what it leads to.

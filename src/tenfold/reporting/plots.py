@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -13,10 +13,9 @@ from tenfold.reporting.axes import (
     AXES,
     LINE_COLOURS,
     Plot,
-    line_colour,
+    lines_plot,
     mark_stages,
     new_figure,
-    scale_up,
     show_rate,
     stage_colour,
 )
@@ -24,6 +23,7 @@ from tenfold.reporting.decisions import correlation_plot, returns_plot
 from tenfold.reporting.format import format_bytes, format_count, format_joules, format_share
 from tenfold.reporting.heatmaps import busiest_expert, each_expert, similarity_maps
 from tenfold.reporting.history import Event, History
+from tenfold.reporting.lying import bytes_moved_plot, state_plot, waiting_plot
 from tenfold.reporting.svg import COLOURS, smooth, thin
 
 _MOST_EVALUATIONS = 12  # panels
@@ -62,23 +62,23 @@ def line_plot(
 ) -> Figure | None:
     """One or more quantities of the steps against tokens; `keys` maps each to its name in the legend."""
     lines = [(history.series(key, "tokens"), name) for key, name in keys.items()]
-    return _lines(history, lines, label, show)
+    return lines_plot(history, lines, label, show)
 
 
 def accuracy_plot(history: History) -> Figure | None:
     """The share of masked tokens that an encoder finds, at each validation."""
     series = history.series("masked_accuracy", "tokens", validation=True)
-    return _lines(history, [(series, "found")], "share found", format_share)
+    return lines_plot(history, [(series, "found")], "share found", format_share)
 
 
 def mixture_plot(history: History) -> Figure | None:
     """The share of each source of the data mixture."""
-    return _lines(history, _by_source(history.steps, "mixture"), "share of tokens", format_share)
+    return lines_plot(history, _by_source(history.steps, "mixture"), "share of tokens", format_share)
 
 
 def source_losses_plot(history: History) -> Figure | None:
     """The held-out loss of each source of the data mixture."""
-    return _lines(history, _by_source(history.validations, "source_losses"), "loss, nats per token", None)
+    return lines_plot(history, _by_source(history.validations, "source_losses"), "loss, nats per token", None)
 
 
 def _by_source(events: list[Event], key: str) -> list[tuple[tuple[list[float], list[float]], str]]:
@@ -89,27 +89,6 @@ def _by_source(events: list[Event], key: str) -> list[tuple[tuple[list[float], l
         (([e["tokens"] for e in told], [math.nan if e[key].get(n) is None else e[key][n] for e in told]), n[-24:])
         for n in names[: len(LINE_COLOURS)]
     ]
-
-
-def _lines(
-    history: History,
-    lines: Sequence[tuple[tuple[list[float], list[float]], str]],
-    label: str,
-    show: Callable[[float], str] | None,
-) -> Figure | None:
-    lines = [((x, y), name) for (x, y), name in lines if any(not math.isnan(value) for value in y)]
-    if not lines:
-        return None
-    figure, axes = new_figure()
-    for number, ((x, y), name) in enumerate(lines):
-        marker = "o" if len(x) == 1 else ""
-        axes.plot(*thin(x, y), color=line_colour(number), linewidth=1.1, label=name, marker=marker, markersize=3.5)
-    axes.set_ylabel(label)
-    scale_up(axes, [value for (_, y), _ in lines for value in y], show)
-    mark_stages(axes, history, "tokens")
-    if len(lines) > 1:
-        axes.legend(loc="best")
-    return figure
 
 
 def drift_plot(history: History) -> Figure | None:
@@ -151,7 +130,7 @@ def evaluation_plots(history: History) -> list[Plot]:
         series = [(([x for x, _ in points], [y for _, y in points]), name[-32:]) for name, points in lines.items()]
         label = key.replace("_", " ")
         show = format_share if key == "accuracy" else None
-        draw = functools.partial(_lines, history, series, label, show)
+        draw = functools.partial(lines_plot, history, series, label, show)
         names = ", ".join(list(lines)[:4])
         plots.append(Plot.single(f"evaluation-{number}", f"{task}: {label}", f"Evaluated on {names}.", draw))
     return plots
@@ -297,8 +276,30 @@ def all_plots(history: History) -> list[tuple[str, list[Plot]]]:
             of(similarity_maps, history),
         ),
     ]
+    state = [
+        single(
+            "state",
+            "State by tier",
+            "What each stage has on the device and below it. Activations: those that stay, and temporaries. Working "
+            "memory: what is below comes up through it.",
+            of(state_plot, history),
+        ),
+        single(
+            "waiting",
+            "Waiting for transfers",
+            "Seconds of a step in which nothing was computed because state was on its way, by its kind.",
+            of(waiting_plot, history),
+        ),
+        single(
+            "moved",
+            "Bytes moved",
+            "In a step, from and to each tier below the device.",
+            of(bytes_moved_plot, history),
+        ),
+    ]
     return [
         ("Course of training", course),
+        ("Where state lies", state),
         ("Similarity between layers", layers),
         ("Experts", experts),
         ("Evaluations", evaluation_plots(history)),

@@ -34,7 +34,7 @@ def dry_run_table(stages: list[dict[str, Any]]) -> RenderableType:
         "steps": "steps",
         "tokens": "tokens",
     }
-    table = _table("stage", "sharing", *columns)
+    table = plain_table("stage", "sharing", *columns)
     for stage in stages:
         counts = [format_count(stage.get(key)) for key in columns.values()]
         table.add_row(Text(str(stage.get("name"))), Text(format_sharing(stage)), *counts)
@@ -46,12 +46,16 @@ def dry_run_table(stages: list[dict[str, Any]]) -> RenderableType:
 
 
 def closing_table(
-    end_event: dict[str, Any], delinks: list[dict[str, Any]], report: Path | None = None
+    end_event: dict[str, Any],
+    delinks: list[dict[str, Any]],
+    report: Path | None = None,
+    foreseen: RenderableType | None = None,
 ) -> RenderableType:
-    """What a run came to, from its `end` event, its `delink` events and where its report was written."""
+    """What a run came to, from its `end` event, its `delink` events and where its report was written; `foreseen` is the
+    table of what was foreseen of it."""
     metered = end_event.get("joules") is not None
     energy = ("energy", "each token") if metered else ()
-    table = _table("stage", "stored parameters", "tokens", "tokens/s", "validation loss", "seconds", *energy)
+    table = plain_table("stage", "stored parameters", "tokens", "tokens/s", "validation loss", "seconds", *energy)
     for stage in end_event.get("stages") or []:
         more = (format_joules(stage.get("joules")), format_joules(stage.get("joules_per_token"))) if metered else ()
         table.add_row(
@@ -84,7 +88,7 @@ def closing_table(
         lines += ["", "the model writes:", *(f"  {line}" for line in str(end_event["sample"]).splitlines())]
     if report is not None:
         lines += ["", f"report: {report}"]
-    return Group(table, *(Text(line) for line in lines))
+    return Group(table, *([] if foreseen is None else [Text(), foreseen]), *(Text(line) for line in lines))
 
 
 def energy_line(end_event: dict[str, Any]) -> str:
@@ -102,7 +106,9 @@ def energy_line(end_event: dict[str, Any]) -> str:
 
 def advice_table(found: dict[str, Any]) -> RenderableType:
     """What `tenfold advise` found: the two stages, what each length of the shared one comes to, and plain words."""
-    stages = _table("stage", "sharing", "stored", "state", "step", "tokens/s", "of rate", "optimizer", "energy/token")
+    stages = plain_table(
+        "stage", "sharing", "stored", "state", "step", "tokens/s", "of rate", "optimizer", "energy/token"
+    )
     for stage in found["stages"]:
         stages.add_row(
             Text(stage["name"]),
@@ -117,7 +123,7 @@ def advice_table(found: dict[str, Any]) -> RenderableType:
         )
     parts: list[RenderableType] = [stages, Text()]
     if found["plans"]:
-        plans = _table("shared for", "delinked at step", "whole run", "saved", "energy saved")
+        plans = plain_table("shared for", "delinked at step", "whole run", "saved", "energy saved")
         plans.add_column("what is known of the loss", overflow="fold")
         for plan in found["plans"]:
             plans.add_row(
@@ -135,7 +141,8 @@ def advice_table(found: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _table(first: str, *others: str) -> Table:
+def plain_table(first: str, *others: str) -> Table:
+    """A table without lines; all columns but the first, and one of sharing, are numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first)
     for title in others:

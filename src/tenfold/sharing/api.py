@@ -157,6 +157,11 @@ def _examine(layers: Layers) -> dict[str, list[Holder]]:
     for number, layer in enumerate(layers):
         names: dict[nn.Parameter, str] = {}
         for name, holder in holders(layer).items():
+            if hasattr(holder.parameter, "offloaded"):
+                raise TenfoldError(
+                    f"layer {number}: {name} is offloaded: close() what tenfold.offload gave, share or delink, and "
+                    "offload anew"
+                )
             if (other := names.setdefault(holder.parameter, name)) != name:
                 raise TenfoldError(f"layer {number} holds one parameter under two names, {other} and {name}")
             if hasattr(holder.parameter, "placements") or getattr(holder.module, "_is_fsdp_managed_module", False):

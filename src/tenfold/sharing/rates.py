@@ -56,12 +56,14 @@ class _Division:
     def begin(self, optimizer: Optimizer, *_: Any) -> None:
         """Keep the parameters that are used more than once and will be changed."""
         counts = self._counts()
-        self._before = [
-            (parameter, parameter.detach().clone(), counts[parameter])
+        used = {
+            # What is offloaded comes to the optimizer in slices, which say what they are of.
+            parameter: counts.get(getattr(parameter, "part_of", parameter), 0)
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if counts.get(parameter, 0) > 1 and parameter.grad is not None
-        ]
+            if parameter.grad is not None
+        }
+        self._before = [(each, each.detach().clone(), count) for each, count in used.items() if count > 1]
 
     @torch.no_grad()
     def end(self, *_: Any) -> None:

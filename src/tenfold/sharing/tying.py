@@ -6,7 +6,7 @@ are shared. A parameter that several layers hold is found first, and saved, unde
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -316,10 +316,11 @@ def users(layers: Layers) -> dict[nn.Parameter, list[int]]:
     return found
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device, then: Callable[[nn.Parameter], None] = lambda _: None) -> None:
     """Give every parameter and buffer of a model on the meta device memory on `device`, each once: ties stay ties.
 
-    `Module.to_empty` would give every layer memory of its own.
+    `then` is called with each parameter before the next one is made. `Module.to_empty` would give every layer memory of
+    its own.
     """
     parameters: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -328,6 +329,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
                 if parameter not in parameters:
                     empty = torch.empty_like(parameter, device=device)
                     parameters[parameter] = nn.Parameter(empty, parameter.requires_grad)
+                    then(parameters[parameter])
                 module._parameters[name] = parameters[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -28,8 +28,6 @@ SAMPLE_TOKENS = 120
 
 def read_evaluations(config: RunConfig, data: TrainingData) -> list[tuple[EvaluationConfig, EvaluationSet]]:
     """The texts that the run file asks about, read; what is wrong with them is told before the first step."""
-    if not config.evaluations:
-        return []
     if data.tokenizer_file is None:
         raise TenfoldError(
             "evaluations need the tokenizer that the training data was made with, and it is not known: name it as "

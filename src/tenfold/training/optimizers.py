@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from tenfold.checkpoint.tensors import Stored
 from tenfold.config.run import OptimConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.init import Memory
 from tenfold.parallel.layout import Layout
 from tenfold.parallel.pieces import local_of
 from tenfold.parallel.rank import ALONE, Rank
+from tenfold.planning.refusals import check_optimizer
 from tenfold.sharing.rates import divide_by
 
 
-def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE) -> list[Optimizer]:
-    """The optimizers of a model: one, or with Muon two (its matrices, and AdamW for the rest).
+def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE, state: bool = True) -> list[Optimizer]:
+    """The optimizers of a model, with their `state`: one, or with Muon two (its matrices, and AdamW for the rest).
 
     Weight decay is on the matrices of layers and the output matrix, not on embeddings, norms and biases. Muon takes
     the two-dimensional matrices of layers; the stacked experts are three-dimensional and stay with AdamW, as does
@@ -28,16 +31,7 @@ def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE) ->
     low-rank difference are trained as their matrix is, by the same rules. The updates of what several layers share are
     divided by their number (`sharing.rates`), unless `divide_shared` is off.
     """
-    if rank.ranks > 1 and config.name == "adafactor":
-        raise TenfoldError(
-            'optim.name = "adafactor" keeps means over whole rows and columns, and does not train on several ranks '
-            "yet: take adamw or muon, or one rank"
-        )
-    if rank.tensor > 1 and config.name == "muon":
-        raise TenfoldError(
-            f'optim.name = "muon" makes whole matrices orthogonal, and parallel.tensor = {rank.tensor} splits them: '
-            "take adamw, or data_shard in place of tensor"
-        )
+    check_optimizer(config, rank.ranks, rank.tensor)
     matrices, decayed, plain = [], [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -70,7 +64,8 @@ def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE) ->
                 adjust_lr_fn="match_rms_adamw",
             )
         )
-    materialize(optimizers)
+    if state:
+        materialize(optimizers)
     if config.divide_shared:
         divide_by(lambda: {each: len(layers) for each, layers in rank.users(model).items()}, optimizers)
     return optimizers
@@ -133,9 +128,10 @@ def load_state_tensors(
     optimizers: Sequence[Optimizer],
     saved: Mapping[str, torch.Tensor | Stored],
     layout: Layout | None = None,
+    memory: Memory | None = None,
 ) -> None:
     """Fill the optimizers' state from `saved`; raises TenfoldError when a tensor is missing, left over or misshapen."""
-    fill_tensors(state_tensors(model, optimizers, layout), saved, "optimizer state", layout)
+    fill_tensors(state_tensors(model, optimizers, layout), saved, "optimizer state", layout, memory)
 
 
 @torch.no_grad()
@@ -144,10 +140,12 @@ def fill_tensors(
     saved: Mapping[str, torch.Tensor | Stored],
     what: str,
     layout: Layout | None = None,
+    memory: Memory | None = None,
 ) -> None:
     """Copy saved tensors into their namesakes, strictly: every name must be on both sides, with the same shape.
 
     Of many ranks each copies its own pieces; all go through all of `saved`, whose pieces may come from other ranks.
+    `memory` is that of targets which have none of their own.
     """
     shapes = {name: tuple(target.shape) for name, target in targets.items()}
     if layout is not None:
@@ -159,13 +157,22 @@ def fill_tensors(
         stored, shape, target = Stored.of(saved[name]), shapes[name], targets.get(name)
         if shape != stored.shape:
             raise TenfoldError(f"the checkpoint's {what} {name} has shape {stored.shape}, this run's {shape}")
-        split = layout is not None and not layout.alone and shape != ()
-        whole = target if not split else None if target is None else torch.empty(shape, dtype=stored.dtype)
-        begin = 0
-        for piece in stored.pieces():
-            if whole is not None:
-                whole.view(-1)[begin : begin + len(piece)].copy_(piece)
-            begin += len(piece)
-        if split and whole is not None and target is not None:
-            assert layout is not None
-            local_of(target).copy_(layout.piece(name.partition("/")[0], shape).take(whole))
+        own = nullcontext(target) if target is None or memory is None else memory(name, target)
+        with own as place:
+            _copy(name, stored, shape, place, layout)
+            del place  # before there is memory for the next
+
+
+def _copy(
+    name: str, stored: Stored, shape: tuple[int, ...], target: torch.Tensor | None, layout: Layout | None
+) -> None:
+    split = layout is not None and not layout.alone and shape != ()
+    whole = target if not split else None if target is None else torch.empty(shape, dtype=stored.dtype)
+    begin = 0
+    for piece in stored.pieces():
+        if whole is not None:
+            whole.view(-1)[begin : begin + len(piece)].copy_(piece)
+        begin += len(piece)
+    if split and whole is not None and target is not None:
+        assert layout is not None
+        local_of(target).copy_(layout.piece(name.partition("/")[0], shape).take(whole))

@@ -24,6 +24,7 @@ class Place:
     energy_source: str | None = None
     ends: dict[str, int] = field(default_factory=dict)  # steps at which rules ended stages, in the order of decision
     watch: dict[str, Any] = field(default_factory=dict)  # what the rule of this stage remembers
+    loads: dict[str, Any] = field(default_factory=dict)  # what experts saw, where a budget tells them apart
 
 
 def check_same_run(path: Path, manifest: dict[str, Any], config: RunConfig, fingerprint: str) -> None:

@@ -12,8 +12,7 @@ from torch import nn
 from tenfold.checkpoint.store import latest_checkpoint, list_checkpoints, load_checkpoint
 from tenfold.config.load import build
 from tenfold.config.model import ModelConfig
-from tenfold.config.parallel import ParallelConfig
-from tenfold.config.run import RunConfig
+from tenfold.config.run import OptimConfig, RunConfig, TrainingConfig
 from tenfold.data.mixture import TrainingData
 from tenfold.errors import TenfoldError
 from tenfold.hardware.compiler import missing_for_compile
@@ -22,12 +21,14 @@ from tenfold.hardware.memory import memory_limit_bytes
 from tenfold.nn.counting import count
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.recompute import Recompute
+from tenfold.offload.codec import bytes_of
 from tenfold.parallel.layout import Layout
-from tenfold.parallel.mesh import Degrees, Mesh, fitting
+from tenfold.parallel.mesh import Degrees, Mesh, degrees_of
+from tenfold.planning.refusals import check_trained
+from tenfold.planning.stages import Stage
 from tenfold.reporting.format import format_bytes
 from tenfold.sharing.tying import PARTS, Sharing, materialize, tie
 from tenfold.training.optimizers import fill_tensors
-from tenfold.training.stages import Stage
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -127,10 +128,17 @@ def build_model(config: RunConfig, sharing: Sharing, device: torch.device) -> De
     return layout_of(config, sharing, Mesh(Degrees(), device.type), device).build(config.training.seed)
 
 
-def layout_of(config: RunConfig, sharing: Sharing, mesh: Mesh, device: torch.device) -> Layout:
-    """How the model of a resolved configuration lies on the ranks of `mesh`."""
+def recompute_of(training: TrainingConfig) -> Recompute:
+    """How layers recompute in a run, or in one of its stages (`RunConfig.of_stage`)."""
+    return Recompute(training.recompute, training.recompute_layers)
+
+
+def layout_of(
+    config: RunConfig, sharing: Sharing, mesh: Mesh, device: torch.device, kind: type[Layout] = Layout
+) -> Layout:
+    """How the model of a resolved configuration (of a stage: `RunConfig.of_stage`) lies on the ranks of `mesh`."""
     training = config.training
-    return Layout(
+    return kind(
         mesh,
         config.parallel,
         config.model,
@@ -138,35 +146,24 @@ def layout_of(config: RunConfig, sharing: Sharing, mesh: Mesh, device: torch.dev
         config.data.sequence_length,
         device,
         DTYPES[training.precision],
-        Recompute(training.recompute, training.recompute_layers),
+        recompute_of(training),
     )
 
 
 def degrees_of_stages(config: RunConfig, stages: list[Stage], world: int) -> list[Degrees]:
-    """The degrees of every stage on `world` ranks, checked against model, batch and sequences.
+    """The degrees of every stage on `world` ranks, of a run in which none is left to choose (`training.deciding`).
 
-    Raises TenfoldError where they do not fit, and for what needs one rank alone.
+    Raises TenfoldError where they do not fit the model, the batch or the sequences, and for what training refuses.
     """
     found = []
     for number, stage in enumerate(stages):
-        where, batch = f"stages.{number} ({stage.name})", stage.batch_size
+        own = config.of_stage(stage.config)
         try:
-            asked = ParallelConfig(**{**config.parallel.model_dump(), **(stage.config.parallel or {})})
-            micro_batch_size = config.training.micro_batch_size
-            degrees = fitting(asked, world, config.model, batch, micro_batch_size, stage.lengths)
-            if degrees.pipeline > 1 and asked.slices > 1 and config.training.compile:
-                raise TenfoldError(
-                    "parallel.pipeline_schedule = terapipe keeps keys and values outside of what torch.compile sees: "
-                    "set training.compile to false, or take another schedule, 1f1b, say"
-                )
+            degrees = degrees_of(own.parallel, world, config.model)
+            assert degrees is not None, own.parallel
+            check_trained(own, stage, degrees)
         except TenfoldError as error:
-            raise TenfoldError(f"{where}: {error}") from None
-        for key, value in (("until", "auto" if stage.rule else ""), ("moments", stage.config.moments)):
-            if world > 1 and value in ("auto", "measure"):
-                raise TenfoldError(
-                    f'{where}.{key} = "{value}" looks at every layer\'s own gradient, which needs one rank; there are '
-                    f"{world}: take another {key}"
-                )
+            raise TenfoldError(f"stages.{number} ({stage.name}): {error}") from None
         found.append(degrees)
     return found
 
@@ -179,7 +176,7 @@ def shape_of(config: RunConfig, sharing: Sharing) -> Decoder:
             config.model,
             config.data.sequence_length,
             DTYPES[training.precision],
-            Recompute(training.recompute, training.recompute_layers),
+            recompute_of(training),
         )
     tie(model.layers, sharing)
     return model
@@ -228,10 +225,11 @@ def describe_stages(config: RunConfig, stages: list[Stage]) -> list[dict[str, An
     return described
 
 
-def state_bytes(stored_parameters: int, optimizer: str) -> int:
+def state_bytes(stored_parameters: int, optim: OptimConfig) -> int:
     """Of weights, gradients and optimizer state of so many parameters."""
     # fp32 weight and gradient, and AdamW's two moments; Muon keeps one, Adafactor next to none.
-    return stored_parameters * {"adamw": 16, "muon": 12, "adafactor": 8}[optimizer]
+    moments = {"adamw": 2, "muon": 1, "adafactor": 0}[optim.name]
+    return int(stored_parameters * (8 + moments * bytes_of(optim.state)))
 
 
 def memory_for_state(device: torch.device) -> int:
@@ -240,19 +238,26 @@ def memory_for_state(device: torch.device) -> int:
 
 
 def check_memory(
-    described: list[dict[str, Any]], optimizer: str, device: torch.device, degrees: Sequence[Degrees]
+    described: list[dict[str, Any]],
+    optim: OptimConfig,
+    device: torch.device,
+    degrees: Sequence[Degrees],
+    kept: Sequence[bool],
 ) -> None:
-    """The largest stage's weights, gradients and moments fit the memory there is, or a TenfoldError with the bytes."""
+    """Weights, gradients and moments of the stages that are `kept` on the device fit the memory there is, or a
+    TenfoldError with the bytes."""
     limit = memory_for_state(device)
-    for stage, ranks in zip(described, degrees, strict=True):
+    for stage, ranks, here in zip(described, degrees, kept, strict=True):
+        if not here:
+            continue
         split = ranks.shard * ranks.tensor * ranks.pipeline
-        needed = state_bytes(stage["stored_parameters"], optimizer) // split
+        needed = state_bytes(stage["stored_parameters"], optim) // split
         if needed > limit:
             raise TenfoldError(
                 f"stage {stage['name']}: weights, gradients and optimizer state alone need {format_bytes(needed)} "
-                f"({state_bytes(1, optimizer)} bytes for each of {stage['stored_parameters']:,} stored parameters"
+                f"({state_bytes(1, optim)} bytes for each of {stage['stored_parameters']:,} stored parameters"
                 f"{f', over {split} ranks' if split > 1 else ''}), and this machine has {format_bytes(limit)}. Take a "
-                "smaller model, or see the shape only with "
+                "smaller model, let state leave the device ([offload], docs/offload.md), or see the shape only with "
                 "--dry-run"
             )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tenfold.config.run import RunConfig
 from tenfold.data.mixing import MixedSequences, Phase, cut_short
-from tenfold.training.stages import Stage, plan_stages
+from tenfold.planning.stages import Stage, plan_stages
 
 REPEATED_OFTEN = 4
 """Epochs from which on repeating a text is worth little (Muennighoff et al., arXiv 2305.16264)."""

@@ -19,10 +19,11 @@ from tenfold.config.model import ModelConfig
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
 from tenfold.nn.decoder import Decoder
+from tenfold.nn.init import Memory
 from tenfold.parallel.layout import Layout
+from tenfold.planning.stages import Stage
 from tenfold.training.optimizers import fill_tensors, state_tensors
 from tenfold.training.setup import checkpoint_at, run_of
-from tenfold.training.stages import Stage
 
 # What may differ: how a model is initialised, what its training asks of it, and where documents end.
 _FREE = {"preset", "init_std", "document_end", "mask_share"}
@@ -67,7 +68,9 @@ class Start:
         moments = stage.config.moments if self._optimizer else "copy"
         self._weights, self._state = saved.delinked(stage.sharing, moments)
 
-    def fill(self, model: Decoder, optimizers: Sequence[Optimizer], layout: Layout) -> list[nn.Parameter]:
+    def fill(
+        self, model: Decoder, optimizers: Sequence[Optimizer], layout: Layout, memory: Memory | None = None
+    ) -> list[nn.Parameter]:
         """Read the checkpoint into a model of the first stage and its optimizers, the steps that these count included.
 
         Gives the parameters that share less than they did in the file, if their state was taken.
@@ -75,12 +78,12 @@ class Start:
         named = layout.named(model)
         begun = self._saved.begun(self._stage.sharing)  # these stay as they were initialised
         weights = {name: parameter.data for name, parameter in named.items() if name not in begun}
-        fill_tensors(weights, self._weights, "weights", layout)
+        fill_tensors(weights, self._weights, "weights", layout, memory)
         if not self._optimizer:
             return []
         state = state_tensors(model, optimizers, layout)
         state = {name: value for name, value in state.items() if name.rpartition("/")[0] not in begun}
-        fill_tensors(state, self._state, "optimizer state", layout)
+        fill_tensors(state, self._state, "optimizer state", layout, memory)
         freed = self._saved.freed(self._stage.sharing)
         return [parameter for name, parameter in named.items() if name in freed]
 

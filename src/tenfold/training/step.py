@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tenfold.config.run import RunConfig
@@ -15,6 +15,7 @@ from tenfold.nn.decoder import Decoder
 from tenfold.nn.loss import IGNORE
 from tenfold.nn.moe import BALANCE, DROPPED, LOADS, Z_LOSS, update_balance_bias
 from tenfold.nn.objective import Example, cut_sequences, make_example
+from tenfold.offload.engine import Offload
 from tenfold.parallel.pieces import local_of
 from tenfold.parallel.rank import ALONE, Rank, clip_gradients, gradient_norm
 from tenfold.parallel.watch import doing
@@ -41,16 +42,22 @@ def train_step(
     first_sample: int = 0,
     pieces: int = 1,
     rank: Rank = ALONE,
+    offload: Offload | None = None,
 ) -> StepResult:
     """Train on `batch_BS` [samples, sequence_length + 1] (int64) and return what was measured.
 
     `first_sample` is the index, in the run, of the batch's first sample: masks hang on it. Each sample is cut into
     `pieces` sequences of equal length. Of many ranks each is given its own samples. The loss is the sum over predicted
-    tokens divided by their count in the whole batch, however that is cut into micro-batches and over ranks. Raises
-    TenfoldError, with weights and optimizer untouched, when loss or gradient is not finite.
+    tokens divided by their count in the whole batch, however that is cut into micro-batches and over ranks. `offload`
+    has what of the state is not on the device. Raises TenfoldError, with weights and optimizer untouched, when loss or
+    gradient is not finite.
     """
     moe = config.model.moe
     micro_batches, valid_tokens = micro_batches_of(batch_BS, config, first_sample, pieces, rank)
+
+    if offload is not None:
+        offload.begin_step(step)
+    set_learning_rate(optimizers, rate)  # before the passes, in which an offloaded run may step
 
     # Forward and backward, micro-batch by micro-batch; gradients add up.
     doing("forward and backward", step)
@@ -60,23 +67,27 @@ def train_step(
     rank.add_gradients(model)
     total_loss, total_statistics_LS = rank.total(loss_parts, statistics_parts_LS)
 
+    # What has left has its norm, and has been through what comes next already.
+    away = {} if offload is None else offload.gradient_norms()
+
     # A parameter that several layers use has the sum of their gradients; it trains on the mean.
     for parameter, layers in rank.users(model).items():
         if len(layers) > 1 and parameter.grad is not None:
             parameter.grad /= len(layers)
 
     # One norm over all stored parameters, each once; then nothing that is not finite reaches the weights.
-    norm = gradient_norm(model, rank, math.inf if config.optim.norm == "inf" else 2.0)
+    norm = gradient_norm(model, rank, math.inf if config.optim.norm == "inf" else 2.0, away)
     mean_loss, grad_norm = (total_loss / valid_tokens).item(), norm.item()
     if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
-        message = _describe_not_finite(model, step, mean_loss, rank)
+        message = _describe_not_finite(model, step, mean_loss, rank, away)
         clear_gradients(optimizers)
         raise TenfoldError(message)
     if config.optim.clip:
-        clip_gradients(list(model.parameters()), config.optim.clip, norm)
+        factor = clip_gradients(list(model.parameters()), config.optim.clip, norm)
+        if offload is not None:
+            offload.scale_gradients(factor)
 
     doing("optimizer step")
-    set_learning_rate(optimizers, rate)
     for optimizer in optimizers:
         optimizer.step()
     clear_gradients(optimizers)
@@ -131,11 +142,17 @@ def routing_metrics(result: StepResult, config: RunConfig) -> dict[str, object]:
     return metrics
 
 
-def _describe_not_finite(model: Decoder, step: int, loss: float, rank: Rank) -> str:
+def _describe_not_finite(
+    model: Decoder, step: int, loss: float, rank: Rank, away: Mapping[nn.Parameter, Tensor]
+) -> str:
+    def finite(parameter: nn.Parameter) -> bool:
+        seen = away.get(parameter) if parameter.grad is None else local_of(parameter.grad)
+        return seen is None or bool(seen.isfinite().all())
+
     names = [
         name if rank.alone else f"{name} (rank {rank.number})"
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not local_of(parameter.grad).isfinite().all()
+        if not finite(parameter)
     ]
     names = [name for found in rank.of_all(names) for name in found]
     where = f"; gradients that are not finite: {', '.join(names[:3])}" if names else ""

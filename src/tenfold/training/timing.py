@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from tenfold.config.run import RunConfig
 from tenfold.hardware.energy import open_meter
+from tenfold.planning.stages import Stage
 from tenfold.training.optimizers import build_optimizers
 from tenfold.training.setup import build_model, compile_layers
-from tenfold.training.stages import Stage
 from tenfold.training.step import train_step
 
 WARM_UP = 2
@@ -66,6 +66,7 @@ def time_stage(
 
 
 def _time(config: RunConfig, stage: Stage, device: torch.device, seconds: float, note: Callable[[str], None]) -> Timing:
+    config = config.of_stage(stage.config)
     model = build_model(config, stage.sharing, device)
     optimizers = build_optimizers(model, config.optim)
     if config.training.compile:

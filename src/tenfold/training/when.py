@@ -28,10 +28,10 @@ import torch
 from tenfold.config.run import RunConfig
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.objective import backward
+from tenfold.planning.stages import Stage, watched_pairs
 from tenfold.sharing.correlation import LayerGradients, aliases, drop_gradients
 from tenfold.training.measuring import Coming
 from tenfold.training.setup import shape_of
-from tenfold.training.stages import Stage, watched_pairs
 from tenfold.training.step import micro_batches_of
 
 Pair = tuple[int, int]

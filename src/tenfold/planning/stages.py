@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from tenfold.config.run import OptimConfig, RunConfig, StageConfig
+from tenfold.config.run import OptimConfig, RunConfig
+from tenfold.config.stage import StageConfig
 from tenfold.errors import TenfoldError
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tenfold.config.run import RunConfig
 from tenfold.errors import TenfoldError
+from tenfold.planning.stages import learning_rate, plan_stages
 from tenfold.sharing.tying import PARTS
-from tenfold.training.stages import learning_rate, plan_stages
 
 
 def run(stages, optim=None, **training):
