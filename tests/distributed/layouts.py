@@ -195,7 +195,6 @@ REFUSED = (
     {("adafactor", axis): "does not train on several ranks" for axis in SINGLE}
     | {(feature, axis): "needs one rank" for feature in ("moments: measure", "until: auto") for axis in SINGLE}
     | {("muon", "tensor"): "whole matrices"}
-    | {("offload: weights, gradients, moments", axis): f"parallel.{axis} = 2" for axis in ("tensor", "pipeline")}
 )
 """What is refused, with a message that says so: (feature, layout) -> words of it."""
 
@@ -242,9 +241,10 @@ def feature_file(layout: str, feature: str) -> dict[str, Any]:
     return raw
 
 
-def offload_file(layout: str, model: str, layers: str, *kinds: str) -> dict[str, Any]:
+def offload_file(layout: str, model: str, layers: str, *kinds: str, schedule: str = "1f1b") -> dict[str, Any]:
     """The run file of a run through all stages with kinds of state on disk."""
-    return run_file(layout, model, "delinked", 2) | {"offload": below(layers, *kinds)}
+    raw = run_file(layout, model, "delinked", 2)
+    return raw | {"offload": below(layers, *kinds), "parallel": {**raw["parallel"], "pipeline_schedule": schedule}}
 
 
 def change_file(change: str) -> dict[str, Any]:

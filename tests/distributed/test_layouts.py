@@ -112,8 +112,11 @@ def test_offload_changes_nothing_on_four_ranks() -> None:
         offload_file("replicate x shard", "dense", "all", "weights", "gradients", "moments"),
         offload_file("shard x context", "dense", "all", "weights", "gradients", "moments"),  # one of 4 shards is empty
         offload_file("shard x expert", "mixture", "all", "weights", "gradients", "moments"),
-        offload_file("tensor x expert", "mixture", "every 2", "weights", "moments"),
-        offload_file("expert x pipeline", "mixture", "2-3", "weights", "moments"),
+        offload_file("tensor x expert", "mixture", "every 2", "weights", "gradients", "moments"),
+        offload_file("tensor x pipeline", "dense", "all", "weights", "gradients", "moments"),  # ends are tied
+        offload_file("tensor x pipeline", "mixture", "all", "gradients", schedule="interleaved-1f1b"),
+        offload_file("tensor x pipeline", "dense", "all", "gradients", schedule="terapipe"),
+        offload_file("expert x pipeline", "mixture", "2-3", "weights", "gradients", "moments"),
     ]
     found = on_ranks(4, "distributed.cases:many", [*raws, *map(without_offload, raws)])
     for number, raw in enumerate(raws):

@@ -57,7 +57,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gradients below the device": (
         {
-            "parallel": {**CLOSED, "data_shard": 1, "tensor": 2},
+            "training": {"micro_batch_size": 1},
+            "parallel": {**CLOSED, "data_shard": 1, "pipeline": 2, "pipeline_schedule": "zbv"},
             "offload": {"placement": [{"layers": "all", "gradients": "host"}]},
         },
         r"offload.placement.0.* have to stay",

@@ -181,18 +181,19 @@ class OffloadConfig(Section):
                     found |= dict.fromkeys(places, f'{key("placement")}.{number}.{kind} = "{tier}"')
         return found
 
-    def check_staying(self, key: Key, depth: int, staying: Mapping[str, str]) -> None:
-        """Raise TenfoldError where rules send below the device what has to stay there; see `staying`."""
+    def check_staying(self, key: Key, depth: int, staying: Mapping[str, str], late: str = "") -> None:
+        """Raise TenfoldError where rules send below the device what has to stay there (see `staying`), or the optimizer
+        is to step before gradients are whole (see `late`)."""
         for kind, why in staying.items():
             if told := self.below(kind, key, depth):
                 raise TenfoldError(
                     f"{next(iter(told.values()))} lets them leave the device, and they have to stay: {why}. Leave one "
                     "of them out"
                 )
-        if self.step_in_backward and "gradients" in staying:
+        if self.step_in_backward and (why := staying.get("gradients", late)):
             raise TenfoldError(
                 f"{key('step_in_backward')} = true uses gradients in the backward pass, and they have to stay: "
-                f"{staying['gradients']}. Leave one of them out"
+                f"{why}. Leave one of them out"
             )
 
     def check_device(self, key: Key, device: str) -> None:
@@ -238,22 +239,29 @@ def _check_experts(rule: PlacementRule, path: str, outside: bool, experts: int, 
         raise ValueError(f"{path}.experts: {error}") from None
 
 
-def staying(optimizer: str, compiled: bool, degrees: Mapping[str, int]) -> dict[str, str]:
+def staying(optimizer: str, compiled: bool, schedule: str, degrees: Mapping[str, int]) -> dict[str, str]:
     """The kinds of state that cannot leave the device in a run on ranks of these `degrees`, each with what keeps it.
 
-    `optimizer` is optim.name, `compiled` training.compile.
+    `optimizer` is optim.name, `compiled` training.compile, `schedule` parallel.pipeline_schedule.
     """
     found = {}
     if compiled:
         found["weights"] = "training.compile = true makes layers into code that does not fetch them"
-    for axis in ("tensor", "pipeline"):
-        if degrees[axis] > 1:
-            found["gradients"] = f"parallel.{axis} = {degrees[axis]} adds up those of ranks behind the backward pass"
+    if degrees["pipeline"] > 1 and schedule in ("interleaved-zero-bubble", "zbv"):
+        found["gradients"] = f"parallel.pipeline_schedule = {schedule} puts off those of weights, and has them at once"
     for axis in ("data_replicate", "data_shard", "context"):
         if optimizer == "muon" and degrees[axis] > 1:
             why = f'optim.name = "muon" makes whole matrices orthogonal, and parallel.{axis} = {degrees[axis]} '
             found |= dict.fromkeys(("weights", "gradients", "moments"), why + "splits what each rank steps by itself")
     return found
+
+
+def late(degrees: Mapping[str, int]) -> str:
+    """Why gradients are not whole in the last backward pass of a step on ranks of these `degrees`; "": they are."""
+    for axis in ("tensor", "pipeline"):
+        if degrees[axis] > 1:
+            return f"parallel.{axis} = {degrees[axis]} adds up those of ranks behind the backward pass"
+    return ""
 
 
 def check_stages(

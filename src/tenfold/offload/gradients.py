@@ -2,7 +2,8 @@
 
 What came in an earlier pass of the step is fetched and added first, as autograd would have done. The norm of each is
 taken before it leaves, of the whole tensor as without offload, so that clipping by the norm of all needs none back.
-Where the optimizer steps in the backward pass they go nowhere: each is used and let go.
+Where the optimizer steps in the backward pass they go nowhere: each is used and let go. What several ranks have parts
+of comes back when all passes are done, to be added up, and leaves again (`LeavingGradients.borrow`).
 
 Guarded, an `AwayGradient` stands for each that is away in its parameter's `grad`, and what is stored counts as long as
 it stands there: whoever clears `grad` clears the gradient. It stays stored behind the step, until it is cleared.
@@ -10,7 +11,8 @@ it stands there: whoever clears `grad` clears the gradient. It stays stored behi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,8 @@ class LeavingGradients:
         self.kind = kind
         self.last = True
         """Whether the pass is the last of the step."""
+        self._passes: dict[nn.Parameter, int] = {}
+        """Where several passes go on at once: in how many more of them each parameter gets a gradient."""
         self._came: set[Entry] = set()
         """Of the last pass, where the optimizer steps in it: those whose gradient is whole. What stands in `grad` does
         not tell it, for passes before have left something there."""
@@ -61,7 +65,7 @@ class LeavingGradients:
         """What to multiply gradients by when they come back."""
         self._norms: dict[Entry, Tensor] = {}
         self._handles = []
-        by_entry: dict[Entry, list[Piece]] = {}
+        self._by_entry: dict[Entry, list[Piece]] = {}
         for portion, tier in homes.items():
             for piece in portion.pieces:
                 if tier is not None:
@@ -69,8 +73,8 @@ class LeavingGradients:
                 elif step_now is None:
                     self._held[piece] = torch.empty(piece.size, dtype=torch.uint8, device=space.slab.device)
                 for each in piece.slices:
-                    by_entry.setdefault(each.entry, []).append(piece)
-        for entry, pieces in by_entry.items():
+                    self._by_entry.setdefault(each.entry, []).append(piece)
+        for entry, pieces in self._by_entry.items():
             hook = self._hook(entry, pieces)
             self._handles.append(entry.parameter.register_post_accumulate_grad_hook(hook))
 
@@ -79,6 +83,8 @@ class LeavingGradients:
         entries = list({each.entry: None for piece in pieces for each in piece.slices})
 
         def whole(_: Tensor) -> None:
+            if entry.parameter in self._passes:
+                self._passes[entry.parameter] -= 1
             if all(_arrived(each.parameter) is not None for each in entries):
                 self._leave(entries, pieces)
 
@@ -96,6 +102,15 @@ class LeavingGradients:
         self.last = last
         self._came.clear()
 
+    def begin_passes(self, passes: Mapping[nn.Parameter, int]) -> None:
+        """Before all passes of a step, of which parts go on at once: in how many each parameter gets a gradient."""
+        self._passes = dict(passes)
+
+    def _is_last(self, entries: Sequence[Entry]) -> bool:
+        if not self._passes:
+            return self.last
+        return all(self._passes[entry.parameter] == 0 for entry in entries)
+
     @torch.no_grad()
     def _leave(self, entries: list[Entry], pieces: list[Piece]) -> None:
         adding = self._take_in(entries)
@@ -106,29 +121,62 @@ class LeavingGradients:
             for number, each in enumerate(piece.slices):
                 if each.entry in adding:
                     each.of(_gradient(each.entry)).add_(self.rescale(piece, piece.view(memory, number)))
-        if self.last:
-            self._take_norms(entries)
+        if self._is_last(entries):
+            self._take_norms([entry for entry in entries if not entry.added])
         if self._step_now is not None:
             self._step_now(pieces)
         else:
             for piece in pieces:
-                held = self._held.get(piece)
-                block = self._space.take(piece.size, "gradients") if held is None else None
-                into = held if block is None else block.bytes
-                assert into is not None
-                for number, each in enumerate(piece.slices):
-                    piece.view(into, number).copy_(each.of(_gradient(each.entry)))
-                if block is not None and self._is_zero(piece, into):
-                    self._zeros.add(piece)
-                    self._space.give(block)
-                elif block is not None:
-                    self._zeros.discard(piece)
-                    written = self._tier(piece).write(self._extents[piece], block.bytes[: piece.size])
-                    self._space.give_after(block, written)
-                self._gone.add(piece)
-                self._factors.pop(piece, None)
+                self._store(piece)
         for entry in entries:
             entry.parameter.grad = AwayGradient(entry.parameter, entry.name) if self.guarded else None
+
+    def _store(self, piece: Piece, only: Collection[Entry] | None = None) -> None:
+        """Have in its place what `grad` has of a piece, or of these parameters in it."""
+        held = self._held.get(piece)
+        block = self._space.take(piece.size, "gradients") if held is None else None
+        into = held if block is None else block.bytes
+        assert into is not None
+        some = [at for at, each in enumerate(piece.slices) if only is None or each.entry in only]
+        mixed = block is not None and len(some) < len(piece.slices)
+        if mixed and (arriving := self.read(piece, into[: piece.size])) is not None:
+            self._space.clock.wait(arriving, "gradients")
+        for number in some:
+            each = piece.slices[number]
+            piece.view(into, number).copy_(each.of(_gradient(each.entry)))
+        if block is not None and self._is_zero(piece, into):
+            self._zeros.add(piece)
+            self._space.give(block)
+        elif block is not None:
+            self._zeros.discard(piece)
+            written = self._tier(piece).write(self._extents[piece], block.bytes[: piece.size])
+            self._space.give_after(block, written)
+        self._gone.add(piece)
+        self._factors.pop(piece, None)
+
+    @contextmanager
+    def borrow(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Behind all passes: within it the gradients of these parameters are in `grad`, where ranks add them up. Those
+        that were away leave again, whole."""
+        given = set(parameters)
+        lent = {each: None for each in self._by_entry if each.parameter in given}
+        pieces = list({piece: None for entry in lent for piece in self._by_entry[entry] if piece in self._gone})
+        lent = {each.entry: None for piece in pieces for each in piece.slices if each.entry in lent}
+        with torch.no_grad():
+            for entry in lent:
+                if entry.parameter.grad is None:
+                    entry.parameter.grad = torch.zeros_like(entry.parameter)
+            for piece, memory in self._fetched(pieces):
+                for number, each in enumerate(piece.slices):
+                    if each.entry in lent:
+                        each.of(_gradient(each.entry)).add_(piece.view(memory, number))
+        yield
+        with torch.no_grad():
+            self._take_norms(list(lent))
+            for piece in pieces:
+                self._store(piece, lent)
+        for entry in lent:
+            entry.parameter.grad = None
 
     def _is_zero(self, piece: Piece, memory: Tensor) -> bool:
         """Whether a piece of experts has only zeros, as it has where no token came to them. Where the device works by

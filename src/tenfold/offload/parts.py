@@ -37,7 +37,8 @@ def parts_of(
             at = () if unit.layers else ends(unit)
             name = unit.name if len(unit.portions) > 1 else ""
             seen = 1.0 if loads is None else _seen(portion, loads, passes)
-            found.append(Part(portion.name, unit.layers, sizes, pieces, at, portion.experts, name, seen))
+            added = sum(piece.size for piece in portion.pieces if any(each.entry.added for each in piece.slices))
+            found.append(Part(portion.name, unit.layers, sizes, pieces, at, portion.experts, name, seen, added))
     return found
 
 

@@ -35,7 +35,8 @@ class Part:
     `layers` use it; of what is outside of layers, `ends` says before or behind them (a tied embedding is both).
     `bytes` are those of each kind it has (activations: of one micro-batch, in all its layers alike), `piece` those of
     the largest piece of each kind that is stepped at once. `experts` are the numbers of those that it is, where it is
-    some of a layer's alone. `unit` names what its weights are used with, if that is more than the part. `seen` is
+    some of a layer's alone. `added` are the bytes of gradients that come back behind the passes, where ranks add them
+    up, and leave again. `unit` names what its weights are used with, if that is more than the part. `seen` is
     the share of a step's passes behind which its gradient is not zero, and has to be moved, as far as that is known.
     """
 
@@ -47,6 +48,7 @@ class Part:
     experts: tuple[int, ...] = ()
     unit: str = ""
     seen: float = 1.0
+    added: int = 0
 
     @property
     def runs(self) -> int:
@@ -152,17 +154,18 @@ def traffic(part: Part, kind: Kind, micro_batches: int = 1) -> tuple[int, int]:
     """Bytes that state below the device is read and written in a step.
 
     Moments come and go once. Gradients leave in every micro-batch, come back in every one beyond the first, to add to
-    them, and for the step; those of zeros do not. Weights come for every run of layers, forward and backward, and come
-    and go in the step.
+    them, and for the step; where ranks add them up they come and go once more; those of zeros do not. Weights come for
+    every run of layers, forward and backward, and come and go in the step.
     """
     size = part.bytes[kind]
     if kind == "moments":
         return size, size
     if kind == "weights":
         return size * (2 * part.runs * micro_batches + 1), size
+    again = 0
     if kind == "gradients":
-        size = round(size * part.seen)
-    return size * micro_batches, size * micro_batches
+        size, again = round(size * part.seen), round(part.added * part.seen)
+    return size * micro_batches + again, size * micro_batches + again
 
 
 class Working:

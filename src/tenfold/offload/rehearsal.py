@@ -43,6 +43,7 @@ class Rehearsal(Generic[T]):
         self._below = {part.name: set(placement.below(part)) for part in parts}
         if step_in_backward:  # gradients are used at once and go nowhere
             self._below = {name: kinds - {"gradients"} for name, kinds in self._below.items()}
+        self._parts = parts
         self._pieces = {part.name: _cut(part) for part in parts}
         self._all = [piece for part in parts for piece in self._pieces[part.name]]
         self._weights = max(1, sum(part.bytes.get("weights", 0) for part in parts))
@@ -77,6 +78,9 @@ class Rehearsal(Generic[T]):
     def update(self) -> None:
         """Behind the last pass of a step."""
         self._copies.pass_ends()
+        for part in self._parts:
+            if part.added and self.below(part, "gradients"):
+                self._add_up(part)
         if not self._in_backward:
             self._update(self._all)
         self._gone.clear()
@@ -171,6 +175,15 @@ class Rehearsal(Generic[T]):
             self._space.take(size)
             self._space.give(size, [self.move(piece, "gradients", "write")])
         self._gone.add(part.name)
+
+    def _add_up(self, part: Part) -> None:
+        """What ranks add up of a part's gradients comes back and leaves again."""
+        count = -(-part.added // max(1, part.piece.get("gradients", part.added)))
+        for number in range(count):
+            piece = _Piece(part, number, part.added / count / part.bytes["gradients"])
+            self._space.take(piece.size("gradients"))
+            self.clock.wait(self.move(piece, "gradients", "read"))
+            self._space.give(piece.size("gradients"), [self.move(piece, "gradients", "write")])
 
     def _update(self, pieces: Sequence[_Piece]) -> None:
         """The optimizer's step: one read, one updated, one written at once."""

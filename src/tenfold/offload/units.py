@@ -39,7 +39,8 @@ class Entry:
 
     `memory` is flat and has all of it, with what FSDP2 pads it by; `local` is what the rank has of the parameter, from
     number `first` of the whole one. On one rank `local` is the parameter. Of a stack of experts `experts` has, for each
-    of the rows here, those that the row stands for: one, or where experts share weights several.
+    of the rows here, those that the row stands for: one, or where experts share weights several. `added`: several ranks
+    have parts of its gradient, and add them up behind the passes of a step.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Entry:
     memory: Tensor | None = None
     first: int = 0
     experts: Sequence[range] = ()
+    added: bool = False
 
     def __post_init__(self) -> None:
         self.shape, self.dtype, self.numel = self.local.shape, self.local.dtype, self.local.numel()
@@ -179,7 +181,8 @@ class Unit:
 
     def cut(self, stepped_by: Callable[[Entry], tuple[object, bool]], lots: Sequence[int] = ()) -> None:
         """Make the pieces, each of parameters that one optimizer steps: `stepped_by` says which, and whether it needs
-        all of the parameter at once. Stacks are cut wherever the lot of experts is another, if `lots` has one for each
+        all of the parameter at once. What ranks add up is in other pieces than what they do not, that these need not
+        come back for it. Stacks are cut wherever the lot of experts is another, if `lots` has one for each
         expert: there whole pages of weights have to end."""
         self.pieces, begin = [], 0
         portions: dict[int | None, Portion] = {None: Portion(self)}
@@ -202,10 +205,10 @@ class Unit:
                     for first in range(start, end, PIECE):
                         add([Slice(entry, first, min(first + PIECE, end))], lot)
             elif entry.room <= PIECE:
-                run = small.setdefault(optimizer, [])
+                run = small.setdefault((optimizer, entry.added), [])
                 if sum(each.end for each in run) + entry.room > PIECE:
                     add(run)
-                    run = small[optimizer] = []
+                    run = small[optimizer, entry.added] = []
                 run.append(Slice(entry, 0, entry.room))
             elif whole:
                 add([Slice(entry, 0, entry.room)])

@@ -6,7 +6,8 @@ part of every parameter; FSDP2; memory; initial weights. Whatever the layout, th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from tenfold.parallel.launch import World
 from tenfold.parallel.mesh import Degrees, Mesh
 from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
 from tenfold.parallel.pipeline import StageRanks, holders_of, leave, stages_of_model, stages_with
-from tenfold.parallel.rank import Rank, T
+from tenfold.parallel.rank import Borrow, Rank, T
 from tenfold.parallel.slices import SlicedPasses
 from tenfold.parallel.splits import cut, splits_of
 from tenfold.sharing.tying import Sharing, materialize, tie, users
@@ -195,7 +196,9 @@ class Layout(Rank):
             else:
                 passes = Passes(model, ranks, schedule, count, shape, self.device)
             self._passes = (key, passes)
+        self.let_go(model)  # parameters are what is told of, and not what FSDP2 gathered of them to validate
         begin_schedule(model)
+        self.before_schedule(self._passes_with(model, count))
         found = self._passes[1].run(micro_batches, valid_tokens, chunk)
         end_schedule(model)
         return found
@@ -234,21 +237,48 @@ class Layout(Rank):
 
             let_go(model)
 
-    def add_gradients(self, model: Decoder) -> None:
-        """Add up what tensor ranks, and pipeline stages that share a block, have of one gradient each."""
+    def _passes_with(self, model: Decoder, count: int) -> dict[nn.Parameter, int]:
+        """Of a step of `count` micro-batches through pipeline stages: how many backward passes give each parameter a
+        gradient. FSDP2 does once, behind all of them."""
+        mine, tied = {stage.number for stage in self._mine}, self.whole.head is None
+        passes = count * (self.config.slices if self.config.pipeline_schedule == "terapipe" else 1)
+        found = {}
+        for name, parameter in self.named(model).items():
+            stages = stages_with(name, self._users.get(name), self._stages, tied)
+            sharded = local_of(parameter) is not parameter
+            found[parameter] = 1 if sharded else passes * len({stage.number for stage in stages} & mine)
+        return found
+
+    def _holding(self, name: str) -> dict[str, tuple[int, ...]]:
+        """The tensor ranks that hold the same of a parameter, and the pipeline ranks that do."""
+        return {"tensor": self.splits[name].tensor_copies, "pipeline": self.stages_of(name)}
+
+    def added(self, model: Decoder) -> set[nn.Parameter]:
+        named = self.named(model).items()
+        return {each for name, each in named if any(len(places) > 1 for places in self._holding(name).values())}
+
+    def add_gradients(self, model: Decoder, borrow: Borrow = nullcontext) -> None:
+        """Add up what tensor ranks, and pipeline stages that share a block, have of one gradient each.
+
+        Those of the same ranks follow one another, in the order of the whole model, so that no two ranks wait for each
+        other."""
         self.let_go(model)
         named = self.named(model)
-        for axis in ("tensor", "pipeline"):  # one after the other, that no two ranks wait for each other
-            by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-            for name in self.shapes:
-                places = self.splits[name].tensor_copies if axis == "tensor" else self.stages_of(name)
-                group, parameter = self.mesh.part(axis, places) if len(places) > 1 else None, named.get(name)
-                if group is not None and parameter is not None and parameter.requires_grad:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    by_group.setdefault(group, []).append(local_of(parameter.grad))
-            for group, gradients in by_group.items():
-                add_up(gradients, group)
+        together: dict[tuple[dist.ProcessGroup, ...], list[nn.Parameter]] = {}
+        for name in self.shapes:
+            asked = [self.mesh.part(axis, places) for axis, places in self._holding(name).items() if len(places) > 1]
+            groups, parameter = tuple(group for group in asked if group is not None), named.get(name)
+            if groups and parameter is not None and parameter.requires_grad:
+                together.setdefault(groups, []).append(parameter)
+        for groups, parameters in together.items():
+            for run in exchanges([local_of(parameter).numel() for parameter in parameters]):
+                some = [parameters[number] for number in run]
+                with borrow(some):
+                    for parameter in some:
+                        if parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
+                    for group in groups:
+                        add_up([local_of(each.grad) for each in some if each.grad is not None], group)
 
     def copies(self, model: Decoder) -> dict[nn.Parameter, int]:
         """How many ranks hold the same numbers of each parameter."""
@@ -294,17 +324,31 @@ def _without_memory(parameter: nn.Parameter) -> None:
 
 
 FLAT = 2**20
-"""Gradients of fewer elements travel together."""
+"""Gradients of fewer elements travel together, as many as these."""
+
+
+def exchanges(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Which tensors of so many elements are added up at once, by number: large ones alone, small ones together."""
+    small, together = list[int](), 0
+    for number, size in enumerate(sizes):
+        if size >= FLAT:
+            yield [number]
+        elif size:
+            if together + size > FLAT:
+                yield small
+                small, together = [], 0
+            small.append(number)
+            together += size
+    if small:
+        yield small
 
 
 def add_up(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over a group, in place; small ones in one exchange."""
-    small = [tensor for tensor in tensors if 0 < tensor.numel() < FLAT]
-    if small:
-        flat = torch.cat([tensor.reshape(-1) for tensor in small])
-        dist.all_reduce(flat, group=group)
-        for tensor, part in zip(small, flat.split([tensor.numel() for tensor in small]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-    for tensor in tensors:
-        if tensor.numel() >= FLAT:
-            dist.all_reduce(tensor, group=group)
+    """Sum each tensor over a group, in place, in one exchange."""
+    if len(tensors) == 1:
+        dist.all_reduce(tensors[0], group=group)
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from tenfold.parallel.pieces import local_of
 from tenfold.sharing.tying import users
 
 T = TypeVar("T")
+Borrow = Callable[[Sequence[nn.Parameter]], AbstractContextManager[object]]
+"""Within it the gradients of these parameters are here, wherever they lie, and what is changed in them is kept."""
 
 
 class Rank:
@@ -33,6 +36,9 @@ class Rank:
     def __init__(self) -> None:
         self.before_pass: Callable[[bool], None] = lambda _: None
         """Told before a micro-batch whether it is the last of its step."""
+        self.before_schedule: Callable[[Mapping[nn.Parameter, int]], None] = lambda _: None
+        """Told in its place, before all passes of a pipeline's schedule, in how many of them each parameter gets a
+        gradient."""
 
     def run_passes(
         self, model: Decoder, micro_batches: Sequence[Example], valid_tokens: Tensor, chunk: int
@@ -56,8 +62,13 @@ class Rank:
         """Which layers, of all ranks, use each parameter of layers."""
         return users(model.layers)
 
-    def add_gradients(self, model: Decoder) -> None:
-        """Make gradients whole that several ranks have parts of, after the last pass of a step."""
+    def add_gradients(self, model: Decoder, borrow: Borrow = nullcontext) -> None:
+        """Make gradients whole that several ranks have parts of, after the last pass of a step. `borrow` is given those
+        that are needed at once."""
+
+    def added(self, model: Decoder) -> set[nn.Parameter]:
+        """The parameters whose gradients `add_gradients` makes whole."""
+        return set()
 
     def copies(self, model: Decoder) -> Mapping[nn.Parameter, int]:
         """How many ranks hold the same numbers of each parameter; those of one alone may be left out."""

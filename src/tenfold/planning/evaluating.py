@@ -167,16 +167,17 @@ class Evaluator:
             tiers = "device, host and disk" if self.tiers else "device"
             return lacking(candidate, Lacking("device", needed, there), f"{tiers} memory, for state alone")
         each = {"weights": 1.0, "gradients": self._gradients, "moments": self._moments}
-        stay = self._staying(degrees)
+        stay = self._staying(candidate)
         kept = int(self._stored_bytes(degrees) * sum(each[kind] for kind in stay))
         if kept > budgets.device:
             what = f"device memory, for {' and '.join(stay)}, which cannot leave it ({next(iter(stay.values()))})"
             return lacking(candidate, Lacking("device", kept, budgets.device), what)
         return None
 
-    def _staying(self, degrees: Degrees) -> dict[str, str]:
+    def _staying(self, candidate: Candidate) -> dict[str, str]:
         """Kinds of state that cannot leave the device, with what keeps them."""
-        return staying(self.config.optim.name, self.config.training.compile, asdict(degrees))
+        degrees = asdict(candidate.degrees)
+        return staying(self.config.optim.name, self.config.training.compile, candidate.schedule, degrees)
 
     def misses(self, candidate: Candidate) -> Rejected:
         """That it does not fit as it is."""
@@ -200,7 +201,7 @@ class Evaluator:
                 tier: TierName = "disk" if there.disk else "host" if there.host else "device"
                 needed = {"disk": over - there.host, "host": over, "device": there.device + over}[tier]
                 return lacking(candidate, Lacking(tier, needed, getattr(there, tier)))
-            stay, most = self._staying(candidate.degrees), self._usable(there.device)
+            stay, most = self._staying(candidate), self._usable(there.device)
             kept = max(each.other + _bytes_of(stay, each.parts) for each in memory)
             if kept > most:
                 return lacking(candidate, Lacking("device", kept, most))
@@ -233,7 +234,7 @@ class Evaluator:
         in_backward = self.wanted.step_in_backward and micro_batches == 1
         hiding = Hiding(max(0.0, base.busy("compute") - optimizer), optimizer)
         asked = Traffic(self.cluster.rates(candidate.degrees), micro_batches, hiding, in_backward)
-        stays = self._staying(candidate.degrees)
+        stays = self._staying(candidate)
         # What of several micro-batches is kept at once cannot leave (`memory_of`); of one it may, unless a budget of
         # the run file is for state alone.
         activations = candidate.degrees.pipeline == 1 and (
@@ -314,6 +315,7 @@ def _alike(parts: Sequence[Part]) -> tuple[object, ...]:
             tuple(layer - first for layer in part.layers),
             part.ends,
             units[part.unit or part.name],
+            part.added,
         )
         for part in parts
     )

@@ -48,6 +48,8 @@ class Held:
     """Whether data ranks hold shards of it, or copies that FSDP2 keeps alike."""
     experts: tuple[range, ...] = field(default=(), repr=False)
     """Of a stack of experts those that each row stands for: one, or where experts share weights several."""
+    added: bool = False
+    """Whether tensor or pipeline ranks hold the same numbers, and add up their gradients."""
 
     @property
     def numel(self) -> int:
@@ -212,6 +214,7 @@ class Holdings:
                     split.by_expert,
                     gathered,
                     whole.experts(name, degrees, shard),
+                    len(split.tensor_copies) > 1 or len(self.stages_of(name)) > 1,
                 )
             )
         return found

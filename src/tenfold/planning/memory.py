@@ -135,13 +135,16 @@ def _of_rank(
     stay = sharded
     groups = bool(gathering.groups)
     each_sends = degrees.pipeline == 1 and candidate.reshard != "step" and degrees.shard > 1
-    if groups and not each_sends:  # they are whole until the last pass of a step
-        stay += whole_gradients(gathering, held) - sum(each.room for each in held if each.gathered) * FP32
+    here = lies["gradients"]
+    if groups and not each_sends:  # they are whole until the last pass of a step, wherever shards then go
+        own = sum(each.room for each in held if each.trained and not each.gathered) * FP32
+        stay = own + whole_gradients(gathering, held)
+        here = stay - own + min(here, own)
     several = shape.micro_batches > 1 or degrees.pipeline > 1
     forward = again.forward()
     if placement is not None or (several and not each_sends):
         backward = again.backward(groups and degrees.pipeline == 1, True)
-        there = lies["gradients"] + stay - sharded
+        there = here
     else:
         backward = Passes(run_of(False), gathering, held).backward(groups, several)
         there = sharded if several else 0
@@ -167,7 +170,7 @@ def _of_rank(
         coming = sum((not each.first) + (not each.last) for each in stages) if slices == 1 else 0
         received = coming * shape.micro_batches * hidden
         whole = sum(map(gathering.whole, gathering.groups))
-        there = lies["gradients"] + stay - sharded if placement is not None else 0
+        there = here if placement is not None else 0
         forward = [Moment(walked.forward + whole + received, whole, received)]
         sending = Moment(again.sending() + stay - there + received, 0, again.sending() + received)
         backward = [Moment(walked.backward + whole + received, whole, received), sending]

@@ -131,7 +131,7 @@ def state_of(
         of_rows = tuple(lots(using, stacks)) if stacks else ()
         key = (
             of_rows,
-            *((each.shape, each.room, each.before_sharding, optimizer_of(each, optim)) for each in entries),
+            *((each.shape, each.room, each.before_sharding, each.added, optimizer_of(each, optim)) for each in entries),
             *(each.experts for each in stacks if of_rows),
         )
         if key not in cut:
@@ -148,6 +148,7 @@ def state_of(
                     () if using else ends_of(name),
                     portion.experts,
                     name if len(cut[key]) > 1 else "",
+                    added=portion.added,
                 )
             )
             open_size = max(open_size, portion.open_size)
@@ -188,9 +189,11 @@ class _Cut:
     sizes: dict[Kind, int] = field(default_factory=lambda: {"weights": 0, "gradients": 0, "moments": 0})
     pieces: dict[Kind, int] = field(default_factory=lambda: {"weights": 0, "gradients": 0, "moments": 0})
     open_size: int = 0
+    added: int = 0
 
-    def add(self, weights: int, moments: int, seen: int, count: int) -> None:
+    def add(self, weights: int, moments: int, seen: int, count: int, added: bool) -> None:
         """`count` pieces that are alike, of so many bytes."""
+        self.added += count * weights if added else 0
         sizes: dict[Kind, int] = {"weights": weights, "gradients": weights, "moments": moments}
         for kind, size in sizes.items():
             self.sizes[kind] += count * size
@@ -206,7 +209,8 @@ def _cut(entries: Sequence[Held], optim: OptimConfig, lots: Sequence[int]) -> li
     def add(slices: Sequence[tuple[Held, int, int]], lot: int | None = None, count: int = 1) -> None:
         """`count` pieces that are alike, of slices `begin` to `end` of parameters' memory."""
         size = aligned(sum(_apart((end - begin) * _FP32) for _, begin, end in slices))
-        portions.setdefault(lot, _Cut()).add(size, *_state(slices, optim), count)
+        added = any(each.added for each, _, _ in slices)
+        portions.setdefault(lot, _Cut()).add(size, *_state(slices, optim), count, added)
 
     def slice_up(each: Held, begin: int, end: int, lot: int | None = None) -> None:
         whole = max(0, min(end, each.numel) - begin) // units.PIECE
@@ -215,7 +219,7 @@ def _cut(entries: Sequence[Held], optim: OptimConfig, lots: Sequence[int]) -> li
         for first in range(begin + whole * units.PIECE, end, units.PIECE):
             add([(each, first, min(first + units.PIECE, end))], lot)
 
-    small: dict[str, list[tuple[Held, int, int]]] = {}
+    small: dict[tuple[str, bool], list[tuple[Held, int, int]]] = {}
     for each in entries:
         optimizer = optimizer_of(each, optim)
         if lots and each.experts and optimizer == "adamw":
@@ -226,10 +230,10 @@ def _cut(entries: Sequence[Held], optim: OptimConfig, lots: Sequence[int]) -> li
                 slice_up(each, rows[0] * row, each.room if last else (rows[-1] + 1) * row, lot)
                 experts.setdefault(lot, set()).update(one for number in rows for one in each.experts[number])
         elif each.room <= units.PIECE:
-            run = small.setdefault(optimizer, [])
+            run = small.setdefault((optimizer, each.added), [])
             if sum(end for _, _, end in run) + each.room > units.PIECE:
                 add(run)
-                run = small[optimizer] = []
+                run = small[optimizer, each.added] = []
             run.append((each, 0, each.room))
         elif optimizer != "adamw":  # needs all of it at once
             add([(each, 0, each.room)])

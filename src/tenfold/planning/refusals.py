@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from tenfold.config.offload import key_of, staying
+from tenfold.config.offload import key_of, late, staying
 from tenfold.config.run import OptimConfig, RunConfig
 from tenfold.errors import TenfoldError
 from tenfold.parallel.mesh import Degrees, check
@@ -30,8 +30,9 @@ def check_trained(config: RunConfig, stage: Stage, degrees: Degrees) -> None:
             )
     override = stage.config.offload
     number = next((number for number, each in enumerate(config.stages) if each.name == stage.name), 0)
-    stay = staying(config.optim.name, training.compile, asdict(degrees))
-    config.offload.of_stage(override).check_staying(key_of(number, override), config.model.layers, stay)
+    ranks = asdict(degrees)
+    stay = staying(config.optim.name, training.compile, asked.pipeline_schedule, ranks)
+    config.offload.of_stage(override).check_staying(key_of(number, override), config.model.layers, stay, late(ranks))
 
 
 def check_optimizer(config: OptimConfig, ranks: int, tensor: int) -> None:

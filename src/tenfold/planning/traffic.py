@@ -31,9 +31,9 @@ class Traffic:
     def bytes_of(self, part: Part, kind: Kind) -> dict[tuple[str, str], int]:
         """Bytes of a part's state of a kind below the device that a step moves, by ("passes" or "update", "read" or
         "write"); in all those of `offload.placement.traffic`."""
-        size, count = part.bytes[kind], self.micro_batches
+        size, count, added = part.bytes[kind], self.micro_batches, 0
         if kind == "gradients":
-            size = round(size * part.seen)
+            size, added = round(size * part.seen), round(part.added * part.seen)
         found = {
             "weights": {
                 ("passes", "read"): size * 2 * part.runs * count,
@@ -43,7 +43,8 @@ class Traffic:
             "gradients": {
                 ("passes", "read"): size * (count - 1),
                 ("passes", "write"): size * count,
-                ("update", "read"): size,
+                ("update", "read"): size + added,
+                ("update", "write"): added,
             },
             "moments": {("update", "read"): size, ("update", "write"): size},
             "activations": {("passes", "read"): size * count, ("passes", "write"): size * count},

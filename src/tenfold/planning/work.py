@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tenfold.config.run import RunConfig
 from tenfold.nn.recompute import Recompute
-from tenfold.parallel.layout import FLAT
+from tenfold.parallel.layout import exchanges
 from tenfold.planning.holdings import Group, Held, Holdings
 from tenfold.planning.layer_work import embedding_work, head_work, layer_work
 from tenfold.planning.local import FP32, Local
@@ -218,20 +218,21 @@ class _Rank:
         """`Layout.add_gradients`, the loss and statistics, the mean of what layers share, the norm, clipping."""
         degrees, optim = self.degrees, self.config.optim
         trained = [held for held in self.held if held.trained]
-        for axis in ("tensor", "pipeline"):
-            by_group: dict[tuple[int, ...], list[int]] = {}
-            for held in trained:
-                group = self._holders(held, axis)
-                if len(group) > 1:
-                    by_group.setdefault(group, []).append(held.numel)
-            for sizes in by_group.values():
-                small = [size for size in sizes if 0 < size < FLAT]
-                if small:
-                    yield memory("gradients copied", sum(small), 4 * FP32)
-                    yield Collective("gradients of copies", "all_reduce", axis, sum(small) * FP32)
-                for size in sizes:
-                    if size >= FLAT:
-                        yield Collective("gradients of copies", "all_reduce", axis, size * FP32)
+        together: dict[tuple[tuple[Axis, tuple[int, ...]], ...], list[int]] = {}
+        for held in trained:
+            groups: list[tuple[Axis, tuple[int, ...]]] = [
+                ("tensor", self.holdings.tensor_copies(held.name)),
+                ("pipeline", self.holdings.stages_of(held.name)),
+            ]
+            if key := tuple(each for each in groups if len(each[1]) > 1):
+                together.setdefault(key, []).append(held.numel)
+        for key, sizes in together.items():
+            for run in exchanges(sizes):
+                whole = sum(sizes[number] for number in run)
+                for axis, _ in key:
+                    if len(run) > 1:
+                        yield memory("gradients copied", whole, 4 * FP32)
+                    yield Collective("gradients of copies", "all_reduce", axis, whole * FP32)
         if degrees.ranks > 1:
             moe = self.config.model.moe
             columns = 3 + moe.experts if moe.experts else 0
@@ -245,12 +246,6 @@ class _Rank:
             yield Collective("gradient norm", "all_reduce", "world", size)
         if optim.clip:
             yield memory("clipping", sum(held.numel for held in trained), 2 * FP32)
-
-    def _holders(self, held: Held, axis: str) -> tuple[int, ...]:
-        """The tensor or pipeline ranks that hold the same numbers."""
-        if axis == "tensor":
-            return self.holdings.tensor_copies(held.name)
-        return self.holdings.stages_of(held.name)
 
     def _shared(self, held: Held) -> bool:
         """Whether several layers, of any rank, use it."""

@@ -20,6 +20,7 @@ def entries(
     """How to see a parameter, by its canonical name; with FSDP2 also the groups in which it gathers parameters."""
     names = {parameter: name for name, parameter in layout.named(model).items()}
     stacks = {each for module in model.modules() if isinstance(module, Experts) for each in module.parameters()}
+    added = layout.added(model)
     shards: dict[nn.Parameter, Tensor] = {}
     groups = None
     if not layout.alone:
@@ -33,10 +34,10 @@ def entries(
         name, memory = names[parameter], shards.get(parameter)
         experts = _experts(layout, name) if parameter in stacks else []
         if memory is None:
-            return Entry(name, parameter, parameter, experts=experts)
+            return Entry(name, parameter, parameter, experts=experts, added=parameter in added)
         local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
         first = layout.piece(name).rows.start * math.prod(local.shape[1:])
-        return Entry(name, parameter, local, memory, first, experts)
+        return Entry(name, parameter, local, memory, first, experts, parameter in added)
 
     return entry_of, groups
 

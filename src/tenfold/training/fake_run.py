@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -36,7 +37,7 @@ from tenfold.parallel.exchange import Plan, plans_of
 from tenfold.parallel.expert import ExpertGroup
 from tenfold.parallel.layout import Layout
 from tenfold.parallel.mesh import Mesh
-from tenfold.parallel.rank import T
+from tenfold.parallel.rank import Borrow, T
 from tenfold.parallel.splits import in_a_layer
 from tenfold.planning.parts import lots_of
 from tenfold.planning.stages import Stage
@@ -230,8 +231,8 @@ class _FakeLayout(Layout):
         self.tally.begin("step")
         return found
 
-    def add_gradients(self, model: Decoder) -> None:
-        super().add_gradients(model)
+    def add_gradients(self, model: Decoder, borrow: Borrow = nullcontext) -> None:
+        super().add_gradients(model, borrow)
         self.items["gradients"] = _storages(self._gradients())
 
     def _turned_back(self) -> None:

@@ -224,7 +224,7 @@ def begin_stage(
 
     model = layout.build(seed, housed, only)
     ((offload, placed, plan),) = made
-    layout.before_pass = offload.begin_pass
+    layout.before_pass, layout.before_schedule = offload.begin_pass, offload.gradients.begin_passes
     if wanted.device_budget is not None and layout.device.type == "cpu":
         Heap(model.layers, tiers.before + tiers.budgets(wanted).device, plan.passing)
     return Begun(model, list(offload.inventory.optimizers), offload, placed)
@@ -306,7 +306,7 @@ def place_state(
     entry_of, groups = entries(model, layout)
     numbers = [int(name) for name, _ in model.layers.named_children()]
     form, seed = config.optim.state, config.training.seed
-    depth, experts = config.model.layers, config.model.moe.experts
+    depth, experts, schedule = config.model.layers, config.model.moe.experts, layout.config.pipeline_schedule
     micro_batches = passes_of(config, stage, layout)[0]
     if loads is not None and not loads.steps:
         loads = None
@@ -329,7 +329,7 @@ def place_state(
                 micro_batches=micro_batches,
                 activations=wanted.activations,
                 step_in_backward=wanted.step_in_backward,
-                staying=staying(config.optim.name, config.training.compile, asdict(layout.degrees)),
+                staying=staying(config.optim.name, config.training.compile, schedule, asdict(layout.degrees)),
                 key=key,
             )
 

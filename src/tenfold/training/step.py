@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def train_step(
     chunk = config.training.loss_chunk
     loss_parts, statistics_parts_LS = rank.run_passes(model, micro_batches, valid_tokens, chunk)
     doing("gradients")
-    rank.add_gradients(model)
+    rank.add_gradients(model, nullcontext if offload is None else offload.gradients.borrow)
     total_loss, total_statistics_LS = rank.total(loss_parts, statistics_parts_LS)
 
     # What has left has its norm, and has been through what comes next already.
