@@ -1,8 +1,13 @@
-"""What tests of several floors share: a tiny decoder, of any pattern and shape; offload in small pieces."""
+"""What tests of several floors share: a tiny decoder, of any pattern and shape; offload in small pieces.
+
+And what a run spends more on than its few steps cost is little here: it writes short samples, and one measurement of
+the machine's matrix rate serves all runs of a process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hypothesis
@@ -10,18 +15,30 @@ import pytest
 import torch
 
 from tenfold.config.model import ModelConfig
+from tenfold.hardware.device import matrix_rate
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.init import initialize
 from tenfold.nn.recompute import Mode, Recompute
 from tenfold.offload import units
 from tenfold.sharing.patterns import Pattern
 from tenfold.sharing.tying import PARTS, Sharing, tie
+from tenfold.training import observing, offloading, run_state
 
 # The same examples on every run, however slow the machine.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("fixed")
 
 TINY: dict[str, Any] = {"vocab_size": 50, "layers": 4, "hidden": 16, "heads": 2, "ffn": 24, "init_std": 0.2}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_runs() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observing, "SAMPLE_TOKENS", 6)
+        measured = functools.cache(matrix_rate)
+        patch.setattr(run_state, "matrix_rate", measured)
+        patch.setattr(offloading, "matrix_rate", measured)
+        yield
 
 
 @pytest.fixture

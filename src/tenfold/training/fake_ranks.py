@@ -121,8 +121,10 @@ def _holding_most(config: RunConfig, stage: Stage, candidate: Candidate, pipelin
 
 
 def _in_process(task: Task) -> list[Counted]:
-    """By a process of its own, which takes its group of ranks and its tensors with it."""
-    context = multiprocessing.get_context("spawn")
+    """By a process of its own, which takes its group of ranks and its tensors with it; what it runs is imported once,
+    in the server that all of them are forked from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tenfold.training.fake_run"])
     with ProcessPoolExecutor(1, mp_context=context, initializer=_begin) as process:
         try:
             return process.submit(_run, task).result()
