@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -48,10 +47,8 @@ def test_the_description_is_plain_data_about_this_machine() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_matrix_rate_is_a_positive_number_found_quickly(dtype: torch.dtype) -> None:
-    begin = time.perf_counter()
+def test_the_matrix_rate_is_a_positive_number(dtype: torch.dtype) -> None:
     rate = matrix_rate(torch.device("cpu"), dtype, seconds=0.05)
-    assert time.perf_counter() - begin < 5  # generous: the machine may be busy
     assert math.isfinite(rate)
     assert rate > 1e6
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import pytest
@@ -76,13 +75,3 @@ def test_every_task_ends_by_the_longest_way_to_it(given: list[tuple[str, float, 
     assert played.end == [end(number) for number in range(len(given))]
     for number, ends in enumerate(played.end):
         assert sum(tasks.seconds[each] for each in way_to(number, played)) == pytest.approx(ends)
-
-
-def test_twenty_thousand_tasks_take_well_under_a_second() -> None:
-    tasks = Tasks()
-    for number in range(20_000):
-        after = [number - 7] if number >= 7 else []
-        tasks.new("compute", "", 1e-3 * (number % 5), after, f"lane {number % 6}")
-    began = time.process_time()
-    play(tasks)
-    assert time.process_time() - began < 0.5
