@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -19,12 +20,19 @@ from tenfold.training.setup import degrees_of_stages
 DENSE_ONLY = ("pipeline by tokens", "tensor grid")
 QUICK = ("shard", "pipeline")
 AXES = ("shard", "replicate", "tensor", "context", "pipeline", "expert", "pipeline by tokens", "replicate x shard")
-ENTRIES = [
-    pytest.param(layout, model, marks=[] if layout in QUICK and model == "dense" else pytest.mark.slow)
+LAYING = [
+    pytest.param(layout, marks=[] if layout in QUICK else pytest.mark.slow)
     for layout in (*AXES, "tensor x expert", "tensor grid")
-    for model in ("dense", "mixture")
-    if (model == "mixture") >= ("expert" in layout) and not (model == "mixture" and layout in DENSE_ONLY)
 ]
+PASSES = {"pseudo": 1, "real": 2}
+
+
+def models_of(layout: str) -> list[str]:
+    return [
+        model
+        for model in ("dense", "mixture")
+        if (model == "mixture") >= ("expert" in layout) and not (model == "mixture" and layout in DENSE_ONLY)
+    ]
 
 
 def candidate_of(config: RunConfig, stage: Stage, world: int) -> Candidate:
@@ -50,32 +58,38 @@ def calls(found: Counted) -> Counter[tuple[str, int]]:
     return made
 
 
-@pytest.mark.parametrize(("layout", "model"), ENTRIES)
-def test_a_fake_rank_is_as_a_real_one(layout: str, model: str) -> None:
-    world = LAYOUTS[layout][0]
-    passes = {"pseudo": 1, "real": 2}
-    raws = [run_file(layout, model, stages, count) for stages, count in passes.items()]
-    real = on_ranks(world, "training.cases_fake_ranks:real", raws)
+@pytest.mark.parametrize("layout", LAYING)
+def test_a_fake_rank_is_as_a_real_one(layout: str) -> None:
+    world, models = LAYOUTS[layout][0], models_of(layout)
+    raws = [[run_file(layout, model, *each) for each in PASSES.items()] for model in models]
+    real = on_ranks(world, "training.cases_fake_ranks:real", [raw for each in raws for raw in each])
+    for at, (model, mine) in enumerate(zip(models, raws, strict=True)):
+        first = at * len(PASSES)
+        assert_as_real(layout, model, mine, [rank[first : first + len(PASSES)] for rank in real])
+
+
+def assert_as_real(layout: str, model: str, raws: list[dict[str, Any]], real: list[list[dict[str, Any]]]) -> None:
+    """Fake ranks that go through the runs of `raws`, one a stage, are as `real` ones were, by rank and stage."""
+    world = len(real)
     configs = [build(RunConfig, raw, "run.toml") for raw in raws]
     stages = [plan_stages(config)[0] for config in configs]
     found = [candidate_of(*each, world) for each in zip(configs, stages, strict=True)]
     for fake in rehearse(configs[0], stages, found, "cpu", delinking=False):
-        number = list(passes).index(fake.stage)
+        number, said = list(PASSES).index(fake.stage), (model, fake.stage, fake.rank)
         want = real[fake.rank][number]
-        for kind in ("weights", "moments"):
-            assert fake.items[kind] == want[kind], kind
         # Padding of shards is memory too, but no gradient is padded.
-        assert fake.items["gradients"] == want["gradients"]
+        for kind in ("weights", "moments", "gradients"):
+            assert fake.items[kind] == want[kind], (*said, kind)
         if "expert" not in layout:
-            assert calls(fake) == want["calls"]
+            assert calls(fake) == want["calls"], said
             for moment, most in want["peaks"].items():
-                assert fake.peaks[moment] == pytest.approx(most, rel=0.01), moment
+                assert fake.peaks[moment] == pytest.approx(most, rel=0.01), (*said, moment)
             continue
         # Which rows go where is another matter on real ranks: how often they go is not, nor how many there are of all.
-        assert times(calls(fake)) == times(want["calls"])
+        assert times(calls(fake)) == times(want["calls"]), said
         if layout == "expert":
             everywhere = [rank[number]["calls"] for rank in real]
-            assert world * sent(calls(fake)) == sum(sent(each) for each in everywhere)
+            assert world * sent(calls(fake)) == sum(sent(each) for each in everywhere), said
 
 
 CHANGES: list[list[dict[str, int]]] = [
