@@ -84,7 +84,7 @@ STAGES: dict[str, list[dict[str, Any]]] = {
     "pseudo": [{"name": "pseudo", "sharing": "all"}],
     "delinked": [
         {"name": "pseudo", "sharing": "all", "until": {"steps": 2}},
-        {"name": "half", "sharing": {"groups": 2}, "until": {"steps": 4}},
+        {"name": "half", "sharing": {"groups": 2}, "until": {"steps": 3}},
         {"name": "real", "sharing": "none"},
     ],
 }
@@ -298,13 +298,17 @@ def slow(layout: str) -> bool:
 def entries(layout: str) -> list[tuple[str, str, int]]:
     """What a layout is proved with: (model, stages, micro-batches that a rank's samples are cut into).
 
-    Two ranks and four do each kind of stage with one micro-batch and with two: with one in a run that goes through all
-    of them. Eight do such a run alone, with two. A stage of one kind in one micro-batch is every feature's.
+    Each goes through all stages, so that it has shared, half shared and freed layers, and what a delinking carries.
+    Along one axis, and on eight ranks, every model's samples are cut into two micro-batches: in one, features show each
+    axis with both models. Else one run has one and one has two: of the models one each, in turns from layout to layout;
+    the only model does both.
     """
     unfit = "dense" if "expert" in layout else "mixture" if "grid" in layout or "tokens" in layout else None
     models = [model for model in MODELS if model != unfit]
-    chosen = [("delinked", 2)] if LAYOUTS[layout][0] == 8 else [("delinked", 1), ("pseudo", 2), ("real", 2)]
-    return [(model, *each) for model in models for each in chosen]
+    if layout in SINGLE or LAYOUTS[layout][0] == 8:
+        return [(model, "delinked", 2) for model in models]
+    turn = list(LAYOUTS).index(layout)
+    return [(models[at % len(models)], "delinked", 1 + (turn + at) % 2) for at in range(2)]
 
 
 def matrix() -> str:
