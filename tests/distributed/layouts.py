@@ -299,15 +299,17 @@ def entries(layout: str) -> list[tuple[str, str, int]]:
     """What a layout is proved with: (model, stages, micro-batches that a rank's samples are cut into).
 
     Each goes through all stages, so that it has shared, half shared and freed layers, and what a delinking carries.
-    Along one axis, and on eight ranks, every model's samples are cut into two micro-batches: in one, features show each
-    axis with both models. Else one run has one and one has two: of the models one each, in turns from layout to layout;
-    the only model does both.
+    Along one axis the samples of every model are cut into two micro-batches: in one, features show each axis with both
+    models. On four ranks one run has one micro-batch and one has two: of the models one each, in turns from layout to
+    layout; the only model does both. On eight ranks, whose pairs of axes four have shown, one model has two.
     """
     unfit = "dense" if "expert" in layout else "mixture" if "grid" in layout or "tokens" in layout else None
     models = [model for model in MODELS if model != unfit]
-    if layout in SINGLE or LAYOUTS[layout][0] == 8:
-        return [(model, "delinked", 2) for model in models]
     turn = list(LAYOUTS).index(layout)
+    if layout in SINGLE:
+        return [(model, "delinked", 2) for model in models]
+    if LAYOUTS[layout][0] == 8:
+        return [(models[turn % len(models)], "delinked", 2)]
     return [(models[at % len(models)], "delinked", 1 + (turn + at) % 2) for at in range(2)]
 
 
