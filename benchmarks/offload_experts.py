@@ -1,6 +1,6 @@
 """A mixture of which many experts see few tokens, within budgets: lots of experts by their load against lots by number.
 
-    python benchmarks/offload_experts.py --folder /fast/dir
+    python benchmarks/offload_experts.py [--folder /fast/dir]
 
 Each figure is of a process of its own, in which the same steps are done first without offload: of these the loads are.
 Routing is made uneven by balancing biases that stay as they are: of each layer a sixth of the experts, scattered, is
@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -147,7 +148,7 @@ def main() -> None:
         worker(json.loads(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", required=True, help="on a fast disk")
+    parser.add_argument("--folder", type=Path, default=Path("build/offload"), help="on a fast disk; made if missing")
     parser.add_argument("--steps", type=int, default=4, help="measured, after one that is not")
     parser.add_argument("--batch", type=int, default=4, help="sequences of --length tokens in a step")
     parser.add_argument("--micro", type=int, default=2, help="sequences in a pass")
@@ -157,6 +158,7 @@ def main() -> None:
     options = parser.parse_args()
     base = {name: getattr(options, name) for name in ("steps", "batch", "micro", "length", "threads")}
     console = Console(width=120)
+    options.folder.mkdir(parents=True, exist_ok=True)
     plain = measure({**base, "offload": {}, "by_load": False})
     state = state_bytes()
     console.print(
@@ -165,7 +167,7 @@ def main() -> None:
     )
     table = Table("budget", "lots", "s / step", "waited s", "read GB", "written GB", "foreseen GB", "equal")
     for share in map(int, options.budgets.split(",")):
-        budget = {"device_budget": state * share // 100 + OTHER, "disk": [options.folder]}
+        budget = {"device_budget": state * share // 100 + OTHER, "disk": [str(options.folder)]}
         for by_load in (False, True):
             found = measure({**base, "offload": budget, "by_load": by_load})
             rows = found["placed"]["forecast"]["rows"]

@@ -34,8 +34,8 @@ from rich.table import Table
 DENSE: dict[str, Any] = {"vocab_size": 8192, "layers": 6, "hidden": 512, "heads": 8, "ffn": 1408, "init_std": 0.05}
 WIDE: dict[str, Any] = {**DENSE, "layers": 3, "hidden": 896, "heads": 14, "ffn": 2432}
 DEEP: dict[str, Any] = {**DENSE, "layers": 14, "hidden": 320, "heads": 5, "ffn": 896}
-SMALL: dict[str, Any] = {**DENSE, "layers": 2, "hidden": 192, "heads": 3, "ffn": 512}
-"""Muon's products are in bf16, for which a CPU may have no unit: of DENSE a step would take minutes."""
+SMALL: dict[str, Any] = {**DENSE, "layers": 4, "hidden": 384, "heads": 6, "ffn": 1024}
+"""Muon's products are in bf16, for which a CPU may have no unit: of DENSE a step then takes minutes."""
 MIXTURE: dict[str, Any] = {
     **DENSE,
     "layers": 4,
