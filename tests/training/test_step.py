@@ -96,7 +96,8 @@ def test_a_step_equals_a_plain_loop_over_torch_functions() -> None:
         assert result.loss == pytest.approx(loss.item(), rel=1e-6)
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-5)
     for name, mine, theirs in zip(names, model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6, msg=name)
+        # A rate of 1e-2, and gradients near zero, whose sign one CPU's sums have otherwise than another's.
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=5e-6, msg=name)
 
 
 def test_a_shared_block_trains_on_the_mean_of_its_layers_gradients() -> None:
