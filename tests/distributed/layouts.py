@@ -135,7 +135,16 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gather bf16": ("dense", {"parallel": {"gather": "bf16"}}),
     "no clipping": ("dense", {"optim": {"clip": 0.0}}),
     "muon": ("dense", {"optim": {"name": "muon"}}),
-    "adafactor": ("dense", {"optim": {"name": "adafactor"}}),
+    "adafactor": ("dense", {"optim": {"name": "adafactor"}, "stages": STAGES["delinked"]}),
+    "adafactor, offload: weights, moments": (
+        "mixture",
+        {
+            "optim": {"name": "adafactor"},
+            "offload": below("all", "weights", "moments"),
+            "training": {"micro_batch_size": 2},
+            "stages": STAGES["delinked"],
+        },
+    ),
     "moments: measure": (
         "dense",
         {
@@ -192,8 +201,7 @@ SINGLE = ("replicate", "shard", "tensor", "context", "expert", "pipeline")
 """The layouts of one axis."""
 
 REFUSED = (
-    {("adafactor", axis): "does not train on several ranks" for axis in SINGLE}
-    | {(feature, axis): "needs one rank" for feature in ("moments: measure", "until: auto") for axis in SINGLE}
+    {(feature, axis): "needs one rank" for feature in ("moments: measure", "until: auto") for axis in SINGLE}
     | {("muon", "tensor"): "whole matrices"}
 )
 """What is refused, with a message that says so: (feature, layout) -> words of it."""

@@ -39,7 +39,7 @@ def gathered(
 
     def pieces(name: str) -> Iterator[Tensor]:
         mine = fetched(name, tensors[name]) if name in tensors else None
-        found = layout.collect(name.partition("/")[0], mine, shapes[name], dtypes[name])
+        found = layout.collect(name, mine, shapes[name], dtypes[name])
         whole = torch.empty(0) if found is None else found.detach()
         yield from whole.reshape(-1).split(files.PIECE)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tenfold.checkpoint.tensors import Stored
 from tenfold.config.model import MoEConfig
+from tenfold.parallel.splits import state_shape
 from tenfold.sharing.delinking import Moments, carried
 from tenfold.sharing.tying import Sharing
 from tenfold.sharing.upcycling import Upcycling, fresh_router
@@ -82,17 +83,16 @@ def upcycled(
             if pattern.first_layer(pattern.blocks[layer]) != layer:
                 continue
             down = f"layers.{of_experts.first_layer(of_experts.blocks[layer])}.{path}.experts.down"
-            like, (_, width, hidden) = torch.empty(0, dtype=weights[down].dtype), weights[down].shape
+            like, hidden = torch.empty(0, dtype=weights[down].dtype), weights[down].shape[2]
             router = f"layers.{layer}.{path}.router.weight"
             weight = fresh_router(torch.Size((moe.experts, hidden)), f"{layer}.{path}", like)
             new_weights[router] = Stored.of(weight)
             if moe.bias_rate:
                 new_weights[f"layers.{layer}.{path}.balance_bias"] = Stored.of(like.new_zeros(moe.experts))
             for key in _keys(optimizer, down):
-                state, shape = optimizer[f"{down}/{key}"], tuple[int, ...]()
-                if state.shape:  # [S, F, D], or one where Adafactor has taken the mean: so too for [E, D]
-                    shape = (moe.experts if state.shape[1] == width else 1, state.shape[2])
-                new_state[f"{router}/{key}"] = Stored.of(torch.zeros(shape, dtype=state.dtype))
+                state, name = optimizer[f"{down}/{key}"], f"{router}/{key}"
+                shape = state_shape(name, (moe.experts, hidden)) if state.shape else ()
+                new_state[name] = Stored.of(torch.zeros(shape, dtype=state.dtype))
     return new_weights, new_state
 
 

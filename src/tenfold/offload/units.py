@@ -40,7 +40,8 @@ class Entry:
     `memory` is flat and has all of it, with what FSDP2 pads it by; `local` is what the rank has of the parameter, from
     number `first` of the whole one. On one rank `local` is the parameter. Of a stack of experts `experts` has, for each
     of the rows here, those that the row stands for: one, or where experts share weights several. `added`: several ranks
-    have parts of its gradient, and add them up behind the passes of a step.
+    have parts of its gradient, and add them up behind the passes of a step. `most` are the elements of the rank that
+    has most of it: ranks that step whole parameters together cut their memory alike.
     """
 
     name: str
@@ -50,11 +51,13 @@ class Entry:
     first: int = 0
     experts: Sequence[range] = ()
     added: bool = False
+    most: int = 0
 
     def __post_init__(self) -> None:
         self.shape, self.dtype, self.numel = self.local.shape, self.local.dtype, self.local.numel()
         self.room = self.numel if self.memory is None else self.memory.numel()
         """Elements of its memory."""
+        self.most = max(self.most, self.room)
 
     def runs(self, lots: Sequence[int]) -> list[tuple[int, tuple[int, ...], int, int]]:
         """A stack's rows in runs of one lot, `lots` being those of all experts: the lot of each, its experts, and where
@@ -197,18 +200,23 @@ class Unit:
             begin += self.pieces[-1].size
 
         small: dict[object, list[Slice]] = {}
+        taken: dict[object, int] = {}
         for entry in self.entries:
             optimizer, whole = stepped_by(entry)
+            size = entry.most if whole else entry.room
             if lots and entry.experts and not whole:
                 for lot, experts, start, end in entry.runs(lots):
                     told.setdefault(lot, set()).update(experts)
                     for first in range(start, end, PIECE):
                         add([Slice(entry, first, min(first + PIECE, end))], lot)
-            elif entry.room <= PIECE:
-                run = small.setdefault((optimizer, entry.added), [])
-                if sum(each.end for each in run) + entry.room > PIECE:
+            elif size <= PIECE:
+                kind = (optimizer, entry.added)
+                run = small.setdefault(kind, [])
+                if taken.get(kind, 0) + size > PIECE:
                     add(run)
-                    run = small[optimizer, entry.added] = []
+                    run = small[kind] = []
+                    taken[kind] = 0
+                taken[kind] = taken.get(kind, 0) + size
                 run.append(Slice(entry, 0, entry.room))
             elif whole:
                 add([Slice(entry, 0, entry.room)])

@@ -32,7 +32,8 @@ from tenfold.parallel.pieces import Piece, collect, local_of, piece_at, pieces
 from tenfold.parallel.pipeline import StageRanks, holders_of, leave, stages_of_model, stages_with
 from tenfold.parallel.rank import Borrow, Rank, T
 from tenfold.parallel.slices import SlicedPasses
-from tenfold.parallel.splits import cut, splits_of
+from tenfold.parallel.splits import cut, splits_of, state_shape
+from tenfold.parallel.sums import Sums
 from tenfold.sharing.tying import Sharing, materialize, tie, users
 
 if TYPE_CHECKING:
@@ -208,7 +209,10 @@ class Layout(Rank):
         of what this one has alone."""
         if self.alone:
             return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
-        mine = {key: self.shapes[key.partition("/")[0]] if tensor.dim() else () for key, tensor in tensors.items()}
+        mine = {
+            key: state_shape(key, self.shapes[key.partition("/")[0]]) if tensor.dim() else ()
+            for key, tensor in tensors.items()
+        }
         return {key: shape for shapes in (self.of_all(mine) if everyone else [mine]) for key, shape in shapes.items()}
 
     def dtypes(self, tensors: Mapping[str, Tensor], everyone: bool = True) -> dict[str, torch.dtype]:
@@ -216,12 +220,12 @@ class Layout(Rank):
         mine = {key: tensor.dtype for key, tensor in tensors.items()}
         return {key: dtype for dtypes in (self.of_all(mine) if everyone else [mine]) for key, dtype in dtypes.items()}
 
-    def piece(self, name: str, shape: tuple[int, ...] | None = None) -> Piece:
-        """This rank's piece of a parameter, or of a tensor of its optimizer state that has another whole shape."""
+    def piece(self, key: str, shape: tuple[int, ...] | None = None) -> Piece:
+        """This rank's piece of a parameter, or of a tensor of its optimizer state, "name/kind", of a whole `shape`."""
         place, degrees = self.mesh.place, self.degrees
         index = place["data_shard"] * degrees.context + place["context"]
-        whole = self.shapes[name] if shape is None else shape
-        return piece_at(name, whole, self.model_config, degrees, index, place["tensor"])
+        whole = self.shapes[key] if shape is None else shape
+        return piece_at(key, whole, self.model_config, degrees, index, place["tensor"])
 
     def begin_pass(self, model: Decoder, last: bool) -> None:
         """Before a micro-batch, the `last` of a step or not: whether data ranks exchange its gradients."""
@@ -287,14 +291,19 @@ class Layout(Rank):
             for name, parameter in self.named(model).items()
         }
 
-    def collect(self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """A whole parameter `name`, or a tensor of its optimizer state, of `shape` and `dtype`, on the CPU of rank 0.
-        All ranks must call it; `tensor` is this rank's, None where it has none.
+    def sums(self, model: Decoder) -> Sums:
+        """What makes sums over parameters whole of which ranks have pieces. Every rank must call it."""
+        return Sums() if self.alone else Sums.over(self.mesh, self.model_config, self.shapes, self.named(model))
+
+    def collect(self, key: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """A whole parameter, or a tensor of its optimizer state ("name/kind"), of `shape` and `dtype`, on the CPU of
+        rank 0. All ranks must call it; `tensor` is this rank's, None where it has none.
         """
         if self.alone or (not shape and self.degrees.pipeline == 1):
             return tensor
         local = None if tensor is None else local_of(tensor)
-        owners = pieces(name, shape, self.model_config, self.degrees, self.stages_of(name)[0])
+        stage = self.stages_of(key.partition("/")[0])[0]
+        owners = pieces(key, shape, self.model_config, self.degrees, stage)
         return collect(local, dtype, self.device, shape, owners)
 
     def largest(self, tensor: Tensor) -> Tensor:

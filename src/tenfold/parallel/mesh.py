@@ -271,8 +271,8 @@ class Mesh:
         return self.place["data_replicate"] * self.degrees.data_shard + self.place["data_shard"]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The ranks that differ from this one in their index along `axis` alone."""
-        mesh = self._experts if axis == "expert" else self._mesh
+        """The ranks that differ from this one in their index along `axis` alone; "shard" is data_shard x context."""
+        mesh = {"expert": self._experts, "shard": self._shards}.get(axis, self._mesh)
         assert mesh is not None, axis
         return mesh.get_group(axis)
 

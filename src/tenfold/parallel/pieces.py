@@ -17,7 +17,7 @@ from torch import Tensor
 from tenfold.config.model import ModelConfig
 from tenfold.parallel.mesh import Degrees
 from tenfold.parallel.regions import Region, all_of, part_of, put
-from tenfold.parallel.splits import Split, split_of, splits_along
+from tenfold.parallel.splits import MEANS, Split, split_of, splits_along
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,18 @@ class Piece:
 def piece_at(
     name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, shard: int, tensor: int
 ) -> Piece:
-    """The piece of the rank at index `shard` along data_shard x context, and `tensor`."""
+    """The piece of the rank at index `shard` along data_shard x context, and `tensor`.
+
+    Here and below `name` is that of a parameter, or "name/kind" of a tensor of its optimizer state.
+    """
     return _piece(name, split_of(name, shape, config, degrees, tensor, shard % degrees.expert), degrees, shard)
 
 
 def _piece(name: str, split: Split, degrees: Degrees, shard: int) -> Piece:
     shards, index = degrees.shard, shard
-    if name.endswith("balance_bias"):  # whole on every rank (`data.shard`)
+    _, _, kind = name.partition("/")
+    of_rows = kind in MEANS and len(split.shape) + MEANS[kind] == 0  # a mean, which all have that split the rows
+    if of_rows or name.endswith("balance_bias"):  # whole on every rank (`data.shard`)
         shards, index = 1, 0
     elif split.by_expert:
         shards, index = shards // degrees.expert, shard // degrees.expert

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tenfold.nn.decoder import Decoder
 from tenfold.nn.objective import Example, backward
 from tenfold.parallel.pieces import local_of
+from tenfold.parallel.sums import Sums
 from tenfold.sharing.tying import users
 
 T = TypeVar("T")
@@ -85,6 +86,10 @@ class Rank:
     def of_all(self, value: T) -> list[T]:
         """Every rank's `value`."""
         return [value]
+
+    def sums(self, model: Decoder) -> Sums:
+        """What makes sums over parameters whole of which ranks have pieces. Every rank must call it."""
+        return Sums()
 
     def let_go(self, model: Decoder) -> None:
         """Have each rank hold its own share of the weights alone: before they change, are looked at, or saved."""

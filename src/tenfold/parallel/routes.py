@@ -71,36 +71,38 @@ class Routes:
         """Whether anything goes from rank to rank."""
         return not all(self._stays(name) for name in (*self.become, *self.folded))
 
-    def of(self, parameter: str, shape: tuple[int, ...]) -> Route:
-        """That of a parameter, or of a tensor of its state, of that whole shape."""
+    def of(self, tensor: str, shape: tuple[int, ...]) -> Route:
+        """That of a parameter, or of a tensor of its state ("name/kind"), of that whole shape."""
+        parameter = _parameter(tensor)
         had, wanted = self.before.stages_of(parameter), self._wanted_by(parameter)
-        key = (*self._kind(parameter, shape), had, wanted)
+        key = (*self._kind(tensor, shape), had, wanted)
         if key not in self._known:
             if self._stays(parameter):
-                region, place = self.part(parameter, shape), _stage(self.before, self.rank)
+                region, place = self.part(tensor, shape), _stage(self.before, self.rank)
                 wants = region if place in wanted else None
                 self._known[key] = Route(region if place in had else None, wants, wants)
             else:
-                has = _on(_by_rank(self.before, parameter, shape), self.before, had)
-                wants_by_rank = _on(self._needed(parameter, shape), self.after, wanted)
+                has = _on(_by_rank(self.before, tensor, shape), self.before, had)
+                wants_by_rank = _on(self._needed(tensor, shape), self.after, wanted)
                 self._known[key] = route(has, wants_by_rank, self.rank)
         return self._known[key]
 
-    def part(self, parameter: str, shape: tuple[int, ...]) -> Region:
+    def part(self, tensor: str, shape: tuple[int, ...]) -> Region:
         """What this rank needs of it, if it is to have what it becomes."""
-        key = self._kind(parameter, shape)
+        key = self._kind(tensor, shape)
         if key not in self._parts:
-            (self._parts[key],) = self._needed(parameter, shape, self.rank)
+            (self._parts[key],) = self._needed(tensor, shape, self.rank)
         return self._parts[key]
 
-    def lacks(self, parameter: str, shape: tuple[int, ...]) -> int:
+    def lacks(self, tensor: str, shape: tuple[int, ...]) -> int:
         """Elements of it that this rank gets from others."""
+        parameter = _parameter(tensor)
         if self._stays(parameter) or _stage(self.after, self.rank) not in self._wanted_by(parameter):
             return 0
-        wanted = self.part(parameter, shape)
+        wanted = self.part(tensor, shape)
         if _stage(self.before, self.rank) not in self.before.stages_of(parameter):
             return elements(wanted)
-        (had,) = _by_rank(self.before, parameter, shape, self.rank)
+        (had,) = _by_rank(self.before, tensor, shape, self.rank)
         return elements(wanted) - elements(common(had, wanted))
 
     def sets_for(self, parameter: str, sets: int, copies: int) -> list[int]:
@@ -130,23 +132,28 @@ class Routes:
         names = self.become.get(parameter) or [self.folded[parameter][0]]
         return tuple(sorted({stage for name in names for stage in self.after.stages_of(name)}))
 
-    def _kind(self, parameter: str, shape: tuple[int, ...]) -> tuple[object, ...]:
-        """What tells regions of one parameter from those of another."""
-        return in_a_layer(parameter), shape, parameter in self.folded
+    def _kind(self, tensor: str, shape: tuple[int, ...]) -> tuple[object, ...]:
+        """What tells regions of one tensor from those of another."""
+        return in_a_layer(tensor), shape, tensor in self.folded
 
-    def _needed(self, parameter: str, shape: tuple[int, ...], rank: int | None = None) -> list[Region]:
+    def _needed(self, tensor: str, shape: tuple[int, ...], rank: int | None = None) -> list[Region]:
         """What each rank needs, or `rank` alone, as if all pipeline ranks did."""
-        if parameter in self.folded and shape:
-            matrix = self.folded[parameter][1]
+        if tensor in self.folded and shape:
+            matrix = self.folded[tensor][1]
             of_matrix = self._needed(matrix, self.before.shapes[matrix], rank)
-            if parameter.endswith(LEFT):
+            if tensor.endswith(LEFT):
                 return [(*region[:-1], (range(shape[-1]),)) for region in of_matrix]
             return [(*region[:-2], (range(shape[-2]),), region[-1]) for region in of_matrix]
-        if not self._divides(parameter) or not shape or self._alone:
-            return _by_rank(self.after, parameter, shape, rank)
-        freed = _pieces(self.after, parameter, (shape[0] * self._copies, *shape[1:]), rank)
+        if not self._divides(tensor) or not shape or self._alone:
+            return _by_rank(self.after, tensor, shape, rank)
+        freed = _pieces(self.after, tensor, (shape[0] * self._copies, *shape[1:]), rank)
         sets = [runs_of(sorted({expert // self._copies for expert in piece.stack()})) for piece in freed]
         return [(of_stack, *piece.region[1:]) for of_stack, piece in zip(sets, freed, strict=True)]
+
+
+def _parameter(tensor: str) -> str:
+    """The parameter that a tensor is, or is the state of."""
+    return tensor.partition("/")[0]
 
 
 def _pieces(lying: Lying, parameter: str, shape: tuple[int, ...], rank: int | None = None) -> list[Piece]:

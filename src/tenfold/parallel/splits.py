@@ -16,6 +16,9 @@ from tenfold.nn.low_rank import LEFT, RIGHT
 from tenfold.parallel.mesh import Degrees
 from tenfold.parallel.regions import Ranges, Region
 
+MEANS = {"row_var": -1, "col_var": -2}
+"""Kinds of optimizer state that have one number for all of a dimension of a parameter: Adafactor's means over it."""
+
 
 @dataclass(frozen=True)
 class Split:
@@ -86,7 +89,7 @@ def splits_of(model: nn.Module, config: ModelConfig, degrees: Degrees, tensor: i
 def split_of(
     name: str, shape: tuple[int, ...], config: ModelConfig, degrees: Degrees, tensor: int, expert: int
 ) -> Split:
-    """The same for one parameter of that name and whole shape, or a tensor of its optimizer state."""
+    """The same for one parameter of that name and whole shape, or a tensor of its optimizer state ("name/kind")."""
     return splits_along(name, shape, config, degrees, expert)[tensor]
 
 
@@ -105,6 +108,7 @@ def _held(
     """The indices that a rank holds of every dimension, and whether expert ranks hold different ones."""
     if not shape:
         return (), False
+    name, _, of_state = name.partition("/")
     held: list[Ranges] = [(range(size),) for size in shape]
     kind, module, leaf = _kind(name.removesuffix(LEFT).removesuffix(RIGHT))
     row, column = divmod(tensor, degrees.columns)
@@ -140,7 +144,18 @@ def _held(
         last = dim == len(shape) - 1  # of a difference's two halves left has the first dimensions, right the last
         if not (name.endswith(LEFT) and last) and not (name.endswith(RIGHT) and not last):
             held[dim] = ranges
+    if of_state in MEANS:
+        held[MEANS[of_state]] = (range(1),)
     return tuple(held), by_expert
+
+
+def state_shape(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The whole shape of a tensor of optimizer state, "name/kind", of a parameter of that shape; without a kind it is
+    the parameter."""
+    dim = MEANS.get(key.partition("/")[2])
+    if dim is None:
+        return shape
+    return tuple(1 if at == len(shape) + dim else size for at, size in enumerate(shape))
 
 
 def in_a_layer(name: str) -> str:

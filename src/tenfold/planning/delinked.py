@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tenfold.config.run import RunConfig
 from tenfold.offload.tiers import KINDS, TierName
 from tenfold.parallel.routes import Routes
+from tenfold.parallel.splits import MEANS, state_shape
 from tenfold.planning.cluster import Cluster
 from tenfold.planning.holdings import Holdings
 from tenfold.planning.plans import Delinking
@@ -77,23 +78,26 @@ def received_bytes(config: RunConfig, before: Stage, former: Candidate, after: S
     """Bytes of weights and moments, fp32, that a rank gets from others: that one of the first and the last rank of each
     pipeline rank which gets most."""
     lying, to_lie = Holdings(config, before.sharing, former), Holdings(config, after.sharing, following)
-    moments = {"adamw": 2, "muon": 1, "adafactor": 0}[config.optim.name]
-    known, key = lying.whole.received, (lying.cut, lying.degrees, after.sharing, to_lie.cut, to_lie.degrees, moments)
+    optimizer = config.optim.name
+    known, key = lying.whole.received, (lying.cut, lying.degrees, after.sharing, to_lie.cut, to_lie.degrees, optimizer)
     if key not in known:
         lineage = Lineage(lying.whole.decoder, before.sharing, after.sharing)
         each = following.degrees.ranks // following.degrees.pipeline
         ranks = {place + end for place in range(0, following.degrees.ranks, each) for end in (0, each - 1)}
         known[key] = max(
-            _received(Routes(lying, to_lie, lineage, rank), lying.whole.trained, moments) for rank in ranks
+            _received(Routes(lying, to_lie, lineage, rank), lying.whole.trained, optimizer) for rank in ranks
         )
     return known[key]
 
 
-def _received(routes: Routes, trained: Mapping[str, bool], moments: int) -> int:
+def _received(routes: Routes, trained: Mapping[str, bool], optimizer: str) -> int:
     if not routes.travels:
         return 0
     found = 0
     for name in (*routes.become, *routes.folded):
-        kinds = 1 + (moments if trained[name] and name in routes.become else 0)
-        found += 4 * kinds * routes.lacks(name, routes.before.shapes[name])
-    return found
+        shape, carried = routes.before.shapes[name], trained[name] and name in routes.become
+        means = [f"{name}/{kind}" for kind in MEANS if carried and optimizer == "adafactor" and len(shape) > 1]
+        alike = {"adamw": 2, "muon": 1, "adafactor": 0 if means else 1}[optimizer] if carried else 0
+        found += (1 + alike) * routes.lacks(name, shape)
+        found += sum(routes.lacks(key, state_shape(key, shape)) for key in means)
+    return 4 * found

@@ -25,6 +25,7 @@ from tenfold.parallel.mesh import Degrees
 from tenfold.parallel.pieces import Piece, piece_at
 from tenfold.parallel.pipeline import holders_of, stages_of_model, stages_with
 from tenfold.parallel.splits import in_a_layer
+from tenfold.parallel.sums import Spread, spread_of
 from tenfold.planning.terms import Candidate
 from tenfold.sharing.tying import Sharing, tie, users
 
@@ -86,6 +87,7 @@ class Whole:
         self.users = {names[each]: tuple(layers) for each, layers in users(self.decoder.layers).items()}
         self._stages: dict[tuple[Recompute, int], list[PipelineStage]] = {}
         self._pieces: dict[tuple[Any, ...], Piece] = {}
+        self._spreads: dict[tuple[Any, ...], Spread] = {}
         self._experts: dict[tuple[Any, ...], tuple[range, ...]] = {}
         self.ranks_with: dict[tuple[Any, ...], dict[str, tuple[int, ...]]] = {}
         """The pipeline ranks that hold each parameter, for each way to cut the model by depth."""
@@ -109,6 +111,13 @@ class Whole:
         if key not in self._pieces:
             self._pieces[key] = piece_at(name, self.shapes[name], self.config, degrees, shard, tensor)
         return self._pieces[key]
+
+    def spread(self, name: str, degrees: Degrees, tensor: int) -> Spread:
+        """`parallel.sums.spread_of`, likewise."""
+        key = (in_a_layer(name), self.shapes[name], degrees, tensor)
+        if key not in self._spreads:
+            self._spreads[key] = spread_of(name, self.shapes[name], self.config, degrees, tensor)
+        return self._spreads[key]
 
     def experts(self, name: str, degrees: Degrees, shard: int) -> tuple[range, ...]:
         """Of a stack of experts those that the rows stand for which a rank has; of what is none, nothing."""

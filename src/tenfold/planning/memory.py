@@ -19,6 +19,7 @@ from tenfold.nn.recompute import Recompute
 from tenfold.offload.placement import Part, Placement, kind_bytes, working_bytes
 from tenfold.offload.tiers import TierName
 from tenfold.parallel.mesh import Degrees
+from tenfold.parallel.sums import together as summed_together
 from tenfold.planning.activations import FP32, Gathering, Layered, Moment, Passes, layered, piped, whole_gradients
 from tenfold.planning.holdings import Held, Holdings
 from tenfold.planning.orders import order_of
@@ -184,9 +185,7 @@ def _of_rank(
         return moment.most - round(away * moment.movable)
 
     always = lies["weights"] + lies["moments"] + lies["working"]
-    # What lies below the device is stepped part by part, and so is all else then.
-    by_part = _step_besides(held, config, "cpu")
-    besides = by_part if placement is not None else _step_besides(held, config, device)
+    besides = _step_besides(held, config)
     peaks = {
         "forward": always + there + size(highest(forward)),
         "backward": always + there + size(highest(backward)),
@@ -210,7 +209,7 @@ def _of_rank(
     }
     # As if gradients were there from the first pass on: which of them may then leave, `choose` decides.
     passing = max(each.most - each.movable for each in [*again.forward(), *again.backward(groups, True)])
-    other = state.frozen + state.open_size + max(passing + others + stay - sharded, by_part)
+    other = state.frozen + state.open_size + max(passing + others + stay - sharded, besides)
     tiers: dict[TierName, int] = {"device": max(peaks.values()), "host": 0, "disk": 0}
     if placement is not None:
         below = kind_bytes(state.parts, placement, in_backward)
@@ -282,7 +281,7 @@ def _share_away(state: State, placement: Placement | None) -> float:
     return sum(size for size, tier in movable if tier != "device") / whole if whole else 0.0
 
 
-def _step_besides(held: Sequence[Held], config: RunConfig, device: Device) -> int:
+def _step_besides(held: Sequence[Held], config: RunConfig) -> int:
     """Bytes that the optimizer's step takes besides state."""
     by_optimizer: dict[str, list[Held]] = {}
     for each in held:
@@ -294,8 +293,8 @@ def _step_besides(held: Sequence[Held], config: RunConfig, device: Device) -> in
         copies = 0
         if config.optim.divide_shared:  # of what layers share, to go a part of the way (`sharing.rates`)
             copies = sum(each.room * FP32 for each in mine if len(each.layers) > 1)
-        if name == "adafactor":  # the update, of every parameter at once where the optimizer goes through lists
-            copies += sum(sizes) if device == "cuda" else max(sizes)
+        if name == "adafactor":  # updates, until their norms are known
+            copies += max(sum(sizes[run]) for run in summed_together([each.room for each in mine]))
         elif name == "muon":  # the mean gradient, and Newton and Schulz's iteration in bf16
             copies += 5 * max(sizes) // 2
         found = max(found, copies)

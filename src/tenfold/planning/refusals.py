@@ -21,7 +21,7 @@ def check_trained(config: RunConfig, stage: Stage, degrees: Degrees) -> None:
             "parallel.pipeline_schedule = terapipe keeps keys and values outside of what torch.compile sees: "
             "set training.compile to false, or take another schedule, 1f1b, say"
         )
-    check_optimizer(config.optim, degrees.ranks, degrees.tensor)
+    check_optimizer(config.optim, degrees.tensor)
     for key, value in (("until", "auto" if stage.rule else ""), ("moments", stage.config.moments)):
         if degrees.ranks > 1 and value in ("auto", "measure"):
             raise TenfoldError(
@@ -35,13 +35,8 @@ def check_trained(config: RunConfig, stage: Stage, degrees: Degrees) -> None:
     config.offload.of_stage(override).check_staying(key_of(number, override), config.model.layers, stay, late(ranks))
 
 
-def check_optimizer(config: OptimConfig, ranks: int, tensor: int) -> None:
-    """Raise TenfoldError for an optimizer that does not train on so many ranks, so many of them along tensor."""
-    if ranks > 1 and config.name == "adafactor":
-        raise TenfoldError(
-            'optim.name = "adafactor" keeps means over whole rows and columns, and does not train on several ranks '
-            "yet: take adamw or muon, or one rank"
-        )
+def check_optimizer(config: OptimConfig, tensor: int) -> None:
+    """Raise TenfoldError for an optimizer that does not train on so many ranks along tensor."""
     if tensor > 1 and config.name == "muon":
         raise TenfoldError(
             f'optim.name = "muon" makes whole matrices orthogonal, and parallel.tensor = {tensor} splits them: '

@@ -5,12 +5,14 @@ This is the time model's list; how long each takes, and what goes on at once, is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tenfold.config.run import RunConfig
 from tenfold.nn.recompute import Recompute
 from tenfold.parallel.layout import exchanges
+from tenfold.parallel.sums import Span, together
 from tenfold.planning.holdings import Group, Held, Holdings
 from tenfold.planning.layer_work import embedding_work, head_work, layer_work
 from tenfold.planning.local import FP32, Local
@@ -70,7 +72,7 @@ class RankWork:
     """Before the first pass."""
     end: tuple[Item, ...]
     """Behind the last: gradients of ranks that hold the same added up, the norm, clipping."""
-    update: tuple[Operation, ...]
+    update: tuple[Operation | Collective, ...]
 
     def items(self) -> Iterator[tuple[Operation | Collective, int]]:
         """All of a step, with how often each is done, in no order."""
@@ -251,7 +253,31 @@ class _Rank:
         """Whether several layers, of any rank, use it."""
         return len(self.holdings.whole.users.get(held.name, ())) > 1
 
-    def _update(self) -> Iterator[Operation]:
+    def _sums(self, trained: Sequence[Held]) -> Iterator[Collective]:
+        """What Adafactor makes whole over ranks (`training.adafactor`, by `parallel.sums`)."""
+        degrees, tensor = self.degrees, self.holdings.fullest(self.rank)
+        trained = sorted(trained, key=_group)  # as the optimizer has them
+        spreads = [self.holdings.whole.spread(each.name, degrees, tensor) for each in trained]
+        for run in together([spread.elements for spread in spreads]):
+            moments: list[list[tuple[Span, int]]] = [[], [], []]  # gradients and weights; means over rows; updates
+            for held, spread in zip(trained[run], spreads[run], strict=True):
+                moments[0].append((spread.all, 1))
+                moments[2].append((spread.all, 1))
+                if len(held.shape) > 1:
+                    *stack, rows, columns = held.shape
+                    matrices = math.prod(stack)
+                    moments[0] += [(spread.row, matrices * rows), (spread.column, matrices * columns)]
+                    moments[1].append((spread.column, matrices))
+            for terms in moments:
+                for places in sorted({span.places for span, _ in terms if span.places}):
+                    size = sum(count for span, count in terms if span.places == places)
+                    axis: Axis = "row" if places[1] - places[0] == 1 else "column"
+                    axis = "tensor" if len(places) == degrees.tensor else axis
+                    yield Collective("sums of squares", "all_reduce", axis, 8 * size)
+                if size := sum(count for span, count in terms if span.shards):
+                    yield Collective("sums of squares", "all_reduce", "shard", 8 * size)
+
+    def _update(self) -> Iterator[Operation | Collective]:
         optim, trained = self.config.optim, [held for held in self.held if held.trained]
         matrices = []
         if optim.name == "muon":
@@ -263,9 +289,18 @@ class _Rank:
             yield Operation("muon", "update", bytes=held.numel * FP32, inner=min(held.shape))
         rest = sum(held.numel for held in trained if held.name not in of_muon)
         yield Operation("adafactor" if optim.name == "adafactor" else "adamw", "update", bytes=rest * FP32)
+        if optim.name == "adafactor":
+            yield from self._sums(trained)
         shared = sum(held.numel for held in trained if self._shared(held))
         if optim.divide_shared and shared:
             yield memory("updates divided", shared, 2 * FP32, 3 * FP32)
+
+
+def _group(held: Held) -> int:
+    """Where a parameter stands among those of an optimizer (`training.optimizers.build_optimizers`)."""
+    if held.layers and len(held.shape) == 2 and ".router." not in held.name:
+        return 0
+    return 1 if len(held.shape) > 1 and not held.name.startswith(("embedding", "positions")) else 2
 
 
 def _told(group: Group) -> str:

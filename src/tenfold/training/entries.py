@@ -12,6 +12,7 @@ from tenfold.nn.moe import Experts
 from tenfold.offload.placement import End
 from tenfold.offload.units import Entry, Unit
 from tenfold.parallel.layout import Layout
+from tenfold.parallel.sums import spread_of
 
 
 def entries(
@@ -33,11 +34,12 @@ def entries(
     def entry_of(_: str, parameter: nn.Parameter) -> Entry:
         name, memory = names[parameter], shards.get(parameter)
         experts = _experts(layout, name) if parameter in stacks else []
+        most = spread_of(name, layout.shapes[name], layout.model_config, layout.degrees, 0).elements
         if memory is None:
-            return Entry(name, parameter, parameter, experts=experts, added=parameter in added)
+            return Entry(name, parameter, parameter, experts=experts, added=parameter in added, most=most)
         local: Tensor = parameter._local_tensor  # type: ignore[attr-defined]
         first = layout.piece(name).rows.start * math.prod(local.shape[1:])
-        return Entry(name, parameter, local, memory, first, experts, parameter in added)
+        return Entry(name, parameter, local, memory, first, experts, parameter in added, most)
 
     return entry_of, groups
 

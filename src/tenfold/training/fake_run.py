@@ -38,7 +38,7 @@ from tenfold.parallel.expert import ExpertGroup
 from tenfold.parallel.layout import Layout
 from tenfold.parallel.mesh import Mesh
 from tenfold.parallel.rank import Borrow, T
-from tenfold.parallel.splits import in_a_layer
+from tenfold.parallel.splits import in_a_layer, state_shape
 from tenfold.planning.parts import lots_of
 from tenfold.planning.stages import Stage
 from tenfold.sharing.delinking import delink
@@ -195,7 +195,7 @@ class _FakeLayout(Layout):
 
     def whole_shapes(self, tensors: Mapping[str, Tensor], everyone: bool = True) -> dict[str, tuple[int, ...]]:
         """Those of other pipeline ranks too: what these hold in layers is as what this one holds in its own, and of
-        what is outside of layers AdamW keeps the state."""
+        what is outside of layers the state is AdamW's, or Adafactor's."""
         found = super().whole_shapes(tensors)
         if not everyone:
             return found
@@ -203,11 +203,15 @@ class _FakeLayout(Layout):
         for key in found:
             name, _, kind = key.partition("/")
             kinds.setdefault(in_a_layer(name), set()).add(kind)
-        usual = max(kinds.values(), key=lambda each: ("exp_avg" in each, len(each)))
+
+        def usual(factored: bool) -> set[str]:
+            return max(kinds.values(), key=lambda each: ("exp_avg" in each, ("row_var" in each) == factored, len(each)))
+
         for name, shape in self.shapes.items():
-            if self._trained[name] or not all(usual):
-                for kind in kinds.get(in_a_layer(name), usual):
-                    found[f"{name}/{kind}" if kind else name] = () if kind == "step" else shape
+            for kind in kinds.get(in_a_layer(name), usual(len(shape) > 1)):
+                key = f"{name}/{kind}" if kind else name
+                if self._trained[name] or not kind:
+                    found[key] = () if kind == "step" else state_shape(key, shape)
         return found
 
     def dtypes(self, tensors: Mapping[str, Tensor], everyone: bool = True) -> dict[str, torch.dtype]:

@@ -320,6 +320,9 @@ def place_state(
     if wanted.device_budget is None:
         placement = explicit(wanted.placement, parts, depth, experts)
     else:
+        together = config.optim.name == "adafactor" and not layout.alone
+        if together:
+            budgets = Budgets(*map(min, *((each.device, each.host, each.disk) for each in layout.of_all(budgets))))
 
         def chosen(kept: int) -> Placement:
             return choose(
@@ -346,8 +349,17 @@ def place_state(
                 if weights_below(roomier) == weights_below(placement):
                     placement, other = roomier, other + kept
                     break
+        if together:
+            placement = _of_first(placement, layout)
     in_backward = wanted.step_in_backward and micro_batches == 1
     return Plan(inventory, parts, placement, groups, saved, other, passing, micro_batches, in_backward)
+
+
+def _of_first(placement: Placement, layout: Layout) -> Placement:
+    """That of the first rank with the same layers, whose shards are never the shorter ones: all of them step whole
+    parameters together, in an order that hangs on where these lie."""
+    mine = layout.mesh.place["pipeline"]
+    return next(each for place, each in layout.of_all((mine, placement)) if place == mine)
 
 
 def passes_of(config: RunConfig, stage: Stage, layout: Layout) -> tuple[int, int, int]:

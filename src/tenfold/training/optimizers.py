@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Adafactor, AdamW, Muon, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from tenfold.checkpoint.tensors import Stored
 from tenfold.config.run import OptimConfig
@@ -20,6 +20,7 @@ from tenfold.parallel.pieces import local_of
 from tenfold.parallel.rank import ALONE, Rank
 from tenfold.planning.refusals import check_optimizer
 from tenfold.sharing.rates import divide_by
+from tenfold.training.adafactor import Adafactor
 
 
 def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE, state: bool = True) -> list[Optimizer]:
@@ -31,7 +32,7 @@ def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE, st
     low-rank difference are trained as their matrix is, by the same rules. The updates of what several layers share are
     divided by their number (`sharing.rates`), unless `divide_shared` is off.
     """
-    check_optimizer(config, rank.ranks, rank.tensor)
+    check_optimizer(config, rank.tensor)
     matrices, decayed, plain = [], [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -48,11 +49,11 @@ def build_optimizers(model: Decoder, config: OptimConfig, rank: Rank = ALONE, st
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
-    groups = [part for group in groups for part in _by_mesh(group)]
     optimizers: list[Optimizer] = []
     if config.name == "adafactor":
-        optimizers.append(Adafactor(groups, lr=config.lr))
+        optimizers.append(Adafactor(groups, config.lr, rank.sums(model)))
     else:
+        groups = [part for group in groups for part in _by_mesh(group)]
         optimizers.append(AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True))
     if config.name == "muon":
         optimizers.append(
@@ -175,4 +176,4 @@ def _copy(
         begin += len(piece)
     if split and whole is not None and target is not None:
         assert layout is not None
-        local_of(target).copy_(layout.piece(name.partition("/")[0], shape).take(whole))
+        local_of(target).copy_(layout.piece(name, shape).take(whole))

@@ -100,7 +100,7 @@ def _fill(targets: dict[str, Tensor] | None, saved: Mapping[str, Stored], memory
 def _own(layout: Layout, key: str, whole: Stored) -> Stored:
     """This rank's piece of what is had whole."""
     tensor = torch.cat(list(whole.pieces())).view(whole.shape)
-    return Stored.of(layout.piece(key.partition("/")[0], whole.shape).take(tensor))
+    return Stored.of(layout.piece(key, whole.shape).take(tensor))
 
 
 class _Coming:
@@ -124,7 +124,7 @@ class _Coming:
         self.state = {key: each for key, each in stored.items() if "/" in key}
 
     def _stored(self, key: str) -> Stored:
-        shape = shape_of(self._routes.part(key.partition("/")[0], self._shapes[key]))
+        shape = shape_of(self._routes.part(key, self._shapes[key]))
         return Stored(self._dtypes[key], shape, partial(self._pieces, key))
 
     def _pieces(self, key: str) -> Iterator[Tensor]:
@@ -134,7 +134,7 @@ class _Coming:
     def here(self, keys: Sequence[str]) -> Iterator[None]:
         """Have these here, as far as this rank needs them. Every rank must ask, for the same, in the same order."""
         for key in keys:
-            route = self._routes.of(key.partition("/")[0], self._shapes[key])
+            route = self._routes.of(key, self._shapes[key])
             local = local_of(self._fetched(key, self._had[key])).detach() if route.needs else None
             if (found := route.carry(local, self._dtypes[key], self._device)) is not None:
                 self._here[key] = found
