@@ -243,6 +243,8 @@ def test_exchanges_are_those_of_real_ranks(layout: str) -> None:
             run_of(MODELS[model], stage, {**degrees, **parallel}, micro=training.get("micro_batch_size", micro))
         )
         raws[-1]["training"] |= training
+    raws.append(raws[0] | {"optim": {"name": "adafactor"}})
+    tried = [*tried, tried[0]]
     found = on_ranks(ranks, "planning.cases_work:exchanged", raws)
     for number, (raw, what) in enumerate(zip(raws, tried, strict=True)):
         config = build(RunConfig, raw, "run.toml")

@@ -25,6 +25,8 @@ LAYING = [
     for layout in (*AXES, "tensor x expert", "tensor grid")
 ]
 PASSES = {"pseudo": 1, "real": 2}
+ADAFACTOR = {"shard": "dense", "tensor grid": "dense", "tensor x expert": "mixture"}
+"""Layouts on which a model trains with Adafactor, too."""
 
 
 def models_of(layout: str) -> list[str]:
@@ -62,6 +64,10 @@ def calls(found: Counted) -> Counter[tuple[str, int]]:
 def test_a_fake_rank_is_as_a_real_one(layout: str) -> None:
     world, models = LAYOUTS[layout][0], models_of(layout)
     raws = [[run_file(layout, model, *each) for each in PASSES.items()] for model in models]
+    if layout in ADAFACTOR:
+        models.append(ADAFACTOR[layout])
+        optim = {"optim": {"name": "adafactor"}}
+        raws.append([run_file(layout, models[-1], *each) | optim for each in PASSES.items()])
     real = on_ranks(world, "training.cases_fake_ranks:real", [raw for each in raws for raw in each])
     for at, (model, mine) in enumerate(zip(models, raws, strict=True)):
         first = at * len(PASSES)
@@ -100,9 +106,11 @@ CHANGES: list[list[dict[str, int]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES, ids=str)
-def test_a_delinking_exchanges_as_on_real_ranks(change: list[dict[str, int]]) -> None:
-    raw = between("dense", change, STAGES["delinked"][::2])
+@pytest.mark.parametrize(
+    ("change", "optimizer"), [*((change, "adamw") for change in CHANGES), (CHANGES[1], "adafactor")], ids=str
+)
+def test_a_delinking_exchanges_as_on_real_ranks(change: list[dict[str, int]], optimizer: str) -> None:
+    raw = between("dense", change, STAGES["delinked"][::2]) | {"optim": {"name": optimizer}}
     raw["training"]["micro_batch_size"] = 1
     real = on_ranks(4, "training.cases_fake_ranks:delinked", raw)
     config = build(RunConfig, raw, "run.toml")
