@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.cases import CPU, batch_of, close_tiers, many, mesh_of
+from distributed.cases import CPU, batch_of, many, mesh_of
 from tenfold.checkpoint.gathered import gathered
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
@@ -53,7 +53,6 @@ def moved(raws: list[dict[str, Any]], world: int) -> dict[str, Any]:
         layout.let_go(model)
         named = {name: parameter.data for name, parameter in layout.named(model).items()}
         saved = whole(layout, model, named), whole(layout, model, state_tensors(model, optimizers, layout))
-    close_tiers()
     assert saved is not None
     return {"losses": losses, "weights": saved[0], "state": saved[1]}
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.optim import Adafactor, AdamW, Muon
+from torch.optim import AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tenfold.config.run import OptimConfig
 from tenfold.errors import TenfoldError
+from tenfold.training.adafactor import Adafactor
 from tenfold.training.optimizers import (
     build_optimizers,
     load_state_tensors,
