@@ -200,10 +200,9 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
 SINGLE = ("replicate", "shard", "tensor", "context", "expert", "pipeline")
 """The layouts of one axis."""
 
-REFUSED = (
-    {(feature, axis): "needs one rank" for feature in ("moments: measure", "until: auto") for axis in SINGLE}
-    | {("muon", "tensor"): "whole matrices"}
-)
+REFUSED = {(feature, axis): "needs one rank" for feature in ("moments: measure", "until: auto") for axis in SINGLE} | {
+    ("muon", "tensor"): "whole matrices"
+}
 """What is refused, with a message that says so: (feature, layout) -> words of it."""
 
 LOOSER = {"muon": 300.0, "precision bf16": 3000.0, "gather bf16": 3000.0}

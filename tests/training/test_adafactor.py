@@ -38,5 +38,5 @@ def test_on_one_rank_it_is_pytorchs_to_the_last_bit() -> None:
 def test_runs_of_parameters_hold_no_more_than_they_may_but_for_a_large_one() -> None:
     limit = sums.TOGETHER
     sizes = [limit // 2, limit // 2, 1, 3 * limit, 1, 1]
-    assert [sizes[run] for run in sums.together(sizes)] == [sizes[:2], [1], [3 * limit], [1, 1]]
-    assert list(sums.together([])) == []
+    assert [sizes[run] for run in sums.summed_together(sizes)] == [sizes[:2], [1], [3 * limit], [1, 1]]
+    assert list(sums.summed_together([])) == []

@@ -74,7 +74,7 @@ def _span(splits: Sequence[Split], tensor: int, dims: Iterable[int], shards: boo
     return Span(shards=shards) if copies == len(places) else Span(places, copies, shards)
 
 
-def together(sizes: Sequence[int]) -> Iterator[slice]:
+def summed_together(sizes: Sequence[int]) -> Iterator[slice]:
     """Parameters of these `elements` in runs whose sums travel together."""
     first = total = 0
     for number, size in enumerate(sizes):

@@ -19,7 +19,7 @@ from tenfold.nn.recompute import Recompute
 from tenfold.offload.placement import Part, Placement, kind_bytes, working_bytes
 from tenfold.offload.tiers import TierName
 from tenfold.parallel.mesh import Degrees
-from tenfold.parallel.sums import together as summed_together
+from tenfold.parallel.sums import summed_together
 from tenfold.planning.activations import FP32, Gathering, Layered, Moment, Passes, layered, piped, whole_gradients
 from tenfold.planning.holdings import Held, Holdings
 from tenfold.planning.orders import order_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tenfold.config.run import RunConfig
 from tenfold.nn.recompute import Recompute
 from tenfold.parallel.layout import exchanges
-from tenfold.parallel.sums import Span, together
+from tenfold.parallel.sums import Span, summed_together
 from tenfold.planning.holdings import Group, Held, Holdings
 from tenfold.planning.layer_work import embedding_work, head_work, layer_work
 from tenfold.planning.local import FP32, Local
@@ -258,7 +258,7 @@ class _Rank:
         degrees, tensor = self.degrees, self.holdings.fullest(self.rank)
         trained = sorted(trained, key=_group)  # as the optimizer has them
         spreads = [self.holdings.whole.spread(each.name, degrees, tensor) for each in trained]
-        for run in together([spread.elements for spread in spreads]):
+        for run in summed_together([spread.elements for spread in spreads]):
             moments: list[list[tuple[Span, int]]] = [[], [], []]  # gradients and weights; means over rows; updates
             for held, spread in zip(trained[run], spreads[run], strict=True):
                 moments[0].append((spread.all, 1))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tenfold.parallel.pieces import local_of
-from tenfold.parallel.sums import Span, Spread, Sums, together
+from tenfold.parallel.sums import Span, Spread, Sums, summed_together
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -42,7 +42,7 @@ class Adafactor(torch.optim.Adafactor):
             for each in group["params"]
             if each.grad is not None
         ]
-        for run in together([each.spread.elements for each in parts]):
+        for run in summed_together([each.spread.elements for each in parts]):
             self._step(parts[run])
         return loss
 
