@@ -1,11 +1,12 @@
 """Adafactor (arXiv 1804.04235, as `torch.optim.Adafactor` has it) of parameters of which ranks have pieces.
 
 Its means over rows and columns, and its norms of weights and updates, are of whole parameters. Each rank adds up what
-it has, and three exchanges make whole what several parameters need (`parallel.sums`): sums of squares of gradients and
-weights; of stacks, whose matrices are whole on data ranks, and on one rank, no more than norms remain. The state of a
-piece is its rows' means, and the means of its columns, which all ranks have that split its rows.
+it has, and at most three exchanges make it whole for several parameters at once (`parallel.sums`): squares of gradients
+and weights; means over rows, added up; squares of updates. Of stacks, whose matrices data and expert ranks have whole,
+these are norms alone. The state of a piece is its rows' means, and its columns', which all have that split its rows.
 
-On one rank of a CPU its updates are PyTorch's to the last bit. On many they differ by the order of sums.
+On one rank of a CPU its updates are PyTorch's to the last bit. On many they differ by the order of sums. (PyTorch's own
+refuses DTensors: it squares in place what is a part of a norm. Pieces of tensor and expert ranks are none anyway.)
 """
 
 from __future__ import annotations
