@@ -95,7 +95,7 @@ def assert_as_real(layout: str, model: str, raws: list[dict[str, Any]], real: li
         assert times(calls(fake)) == times(want["calls"]), said
         if layout == "expert":
             everywhere = [rank[number]["calls"] for rank in real]
-            assert world * sent(calls(fake)) == sum(sent(each) for each in everywhere), said
+            assert world * bytes_sent(calls(fake)) == sum(bytes_sent(each) for each in everywhere), said
 
 
 CHANGES: list[list[dict[str, int]]] = [
@@ -117,7 +117,9 @@ def test_a_delinking_exchanges_as_on_real_ranks(change: list[dict[str, int]], op
     stages = plan_stages(config)
     found = [candidate_of(config, stage, 4) for stage in stages]
     for fake in rehearse(config, stages, found, "cpu"):
-        made = Counter({(each.kind, each.bytes): count for each, count in fake.delinking.items()})
+        # A new optimizer's first state comes of a step on zeros, in which Adafactor's sums are made whole.
+        sent = {each: count for each, count in fake.delinking.items() if each.kind == "send"}
+        made = Counter({(each.kind, each.bytes): count for each, count in sent.items()})
         assert dict(made) == ({} if fake.stage == "pseudo" else real[fake.rank])
         if fake.stage == "real":  # both models are there
             assert fake.peaks["delinking"] > fake.items["weights"] + fake.items["moments"]
@@ -128,5 +130,5 @@ def times(made: Mapping[tuple[str, int], int]) -> Counter[str]:
     return Counter({kind: sum(n for (each, _), n in made.items() if each == kind) for kind, _ in made})
 
 
-def sent(made: Mapping[tuple[str, int], int]) -> int:
+def bytes_sent(made: Mapping[tuple[str, int], int]) -> int:
     return sum(size * count for (kind, size), count in made.items() if kind == "all_to_all")
