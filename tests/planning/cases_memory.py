@@ -1,7 +1,10 @@
-"""The most bytes that tensors have in a step of ranks. Run by `test_memory.py`."""
+"""The most bytes that tensors have in a step of ranks. Run by `test_memory.py` and `test_budgets_of_ranks.py`."""
 
 from __future__ import annotations
 
+import gc
+import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,11 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from distributed.cases import close_tiers, mesh_of
+from distributed.cases import begin, close_tiers, kinds_below, mesh_of, weights_of
 from tenfold.config.load import build
 from tenfold.config.run import RunConfig
 from tenfold.parallel.pieces import local_of
+from tenfold.planning.memory import memory_of
 from tenfold.planning.stages import plan_stages
+from tenfold.planning.terms import Candidate
 from tenfold.training.optimizers import build_optimizers
 from tenfold.training.setup import degrees_of_stages, layout_of
 from tenfold.training.step import train_step
@@ -53,6 +58,59 @@ def taken(raws: list[dict[str, Any]]) -> list[tuple[int, int]]:
         )
     close_tiers()
     return found
+
+
+def within_budgets(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of this rank, for each of several runs: what steps come to with all state on the device, and within a budget
+    of what a plan foresees for that; with the budget, and the most that tensors then had.
+
+    Training keeps more room for what passes than a plan does, so that some state has to leave."""
+    found = []
+    for raw in raws:
+        plain = build(RunConfig, raw, "run.toml")
+        (stage,) = stages = plan_stages(plain)
+        (degrees,) = degrees_of_stages(plain, stages, dist.get_world_size())
+        way = Candidate(degrees, plain.training.micro_batch_size, plain.training.recompute)
+        counted = memory_of(plain, stage, way, device="cpu")
+        budget = max(each.needed for each in counted)
+        below = {"device_budget": budget, "disk": [tempfile.gettempdir()]}
+        here, away = (_steps(each) for each in (plain, build(RunConfig, raw | {"offload": below}, "run.toml")))
+        found.append({"budget": budget, "here": here, "away": away})
+    close_tiers()
+    return found
+
+
+def _steps(config: RunConfig) -> dict[str, Any]:
+    (stage,) = stages = plan_stages(config)
+    (degrees,) = degrees_of_stages(config, stages, dist.get_world_size())
+    layout = layout_of(config, stage.sharing, mesh_of(degrees), CPU)
+    samples, said, peaks = stage.batch_size // degrees.data, list[tuple[float, float]](), list[int]()
+
+    def step(number: int) -> None:
+        generator = torch.Generator().manual_seed(100 * layout.mesh.data_index + number)
+        shape = samples, config.data.sequence_length + 1
+        batch = torch.randint(config.model.vocab_size or 0, shape, generator=generator)
+        done = train_step(begun.model, begun.optimizers, batch, number, 1e-3, config, 0, 1, layout, begun.offload)
+        said.append((done.loss, done.grad_norm))
+
+    measured = config.offload.on
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if measured else nullcontext() as seen:
+        begun = begin(config, stage, layout)
+        step(1)
+        gc.collect()
+    there = peak_of(seen)[1] if seen else 0
+    if begun.offload is not None:  # which maps its own
+        there += begun.offload.weights.size + begun.offload.space.slab.size
+    for number in (2, 3):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if measured else nullcontext() as seen:
+            step(number)
+        peak, left = peak_of(seen) if seen else (0, 0)
+        peaks.append(there + peak)
+        there += left
+    told = {"said": said, "peak": min(peaks), "weights": weights_of(layout, begun), "below": kinds_below(begun)}
+    if begun.offload is not None:
+        begun.offload.close()
+    return told
 
 
 def peak_of(seen: profile) -> tuple[int, int]:
