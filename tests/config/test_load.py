@@ -35,6 +35,13 @@ def test_fields_win_over_the_preset_and_flags_over_fields(read):
     assert config.model.tie_embeddings is True  # the preset's
 
 
+def test_values_with_units_warn_of_nothing_on_the_command_line(read, recwarn):
+    text = 'training.tokens = "2M"\noffload = {device_budget = "1GiB", disk = ["."]}'
+    config = read(text, "--offload.device-budget", "300MiB")
+    assert (config.offload.device_budget, config.training.tokens) == (300 * 2**20, 2_000_000)
+    assert not list(recwarn)
+
+
 def test_a_flag_that_is_not_given_changes_nothing(read):
     text = '[model]\npreset = "tiny"\n[optim]\nlr = 0.5'
     assert read(text, "--optim.clip", "2.0").optim.lr == 0.5

@@ -7,6 +7,7 @@ import difflib
 import functools
 import tomllib
 import typing
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,7 +74,9 @@ def load_run(path: Path, flags: Sequence[str] = (), prog: str = "tenfold train R
 def parse_flags(config: BaseModel, flags: Sequence[str], prog: str) -> Iterator[tuple[str, Any]]:
     """The (dotted path, value) pairs that `flags` give; their types and help are those of the config's own model."""
     default = _unchecked(config)
-    parsed = tyro.cli(type(default), default=default, args=list(flags), prog=prog, description=type(config).__doc__)
+    with warnings.catch_warnings():  # tyro's doubt about values of types of one's own is not the user's
+        warnings.filterwarnings("ignore", module=r"tyro\b")
+        parsed = tyro.cli(type(default), default=default, args=list(flags), prog=prog, description=type(config).__doc__)
     known = {path for path, _ in leaves(config)}
     for flag in flags:
         if not flag.startswith("--"):
