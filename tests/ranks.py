@@ -22,7 +22,8 @@ def on_ranks(world: int, function: str, *arguments: Any) -> list[Any]:
     """What `function` ("module:name", importable from tests/) returns on each of `world` ranks, by rank.
 
     It is called as `function(*arguments)` in a process of its own, with the process group open. What it is given and
-    returns is pickled. The first rank that raises, or does not answer, fails the test with its traceback.
+    returns is pickled. The first rank that raises, or does not answer, fails the test with its traceback, and with the
+    codes of those that died.
     """
     answers: Any = _context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -38,7 +39,9 @@ def on_ranks(world: int, function: str, *arguments: Any) -> list[Any]:
             while len(results) < world:
                 rank, raised, value = answers.get(timeout=TIMEOUT)
                 if raised:
-                    raise AssertionError(f"rank {rank} of {world}:\n{value}")
+                    codes = {number: process.exitcode for number, process in enumerate(processes)}
+                    died = "".join(f"rank {number} ended with {code}\n" for number, code in codes.items() if code)
+                    raise AssertionError(f"{died}rank {rank} of {world}:\n{value}")
                 results[rank] = pickle.loads(value)
         except queue.Empty:
             missing = sorted(set(range(world)) - results.keys())
