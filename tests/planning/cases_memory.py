@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import tempfile
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -62,7 +60,7 @@ def taken(raws: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 def within_budgets(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of this rank, for each of several runs: what steps come to with all state on the device, and within a budget
-    of what a plan foresees for that; with the budget, and the most that tensors then had.
+    of what a plan foresees for that.
 
     Training keeps more room for what passes than a plan does, so that some state has to leave."""
     found = []
@@ -71,11 +69,10 @@ def within_budgets(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
         (stage,) = stages = plan_stages(plain)
         (degrees,) = degrees_of_stages(plain, stages, dist.get_world_size())
         way = Candidate(degrees, plain.training.micro_batch_size, plain.training.recompute)
-        counted = memory_of(plain, stage, way, device="cpu")
-        budget = max(each.needed for each in counted)
+        budget = max(each.needed for each in memory_of(plain, stage, way, device="cpu"))
         below = {"device_budget": budget, "disk": [tempfile.gettempdir()]}
         here, away = (_steps(each) for each in (plain, build(RunConfig, raw | {"offload": below}, "run.toml")))
-        found.append({"budget": budget, "here": here, "away": away})
+        found.append({"here": here, "away": away})
     close_tiers()
     return found
 
@@ -84,30 +81,15 @@ def _steps(config: RunConfig) -> dict[str, Any]:
     (stage,) = stages = plan_stages(config)
     (degrees,) = degrees_of_stages(config, stages, dist.get_world_size())
     layout = layout_of(config, stage.sharing, mesh_of(degrees), CPU)
-    samples, said, peaks = stage.batch_size // degrees.data, list[tuple[float, float]](), list[int]()
-
-    def step(number: int) -> None:
+    samples, said = stage.batch_size // degrees.data, list[tuple[float, float]]()
+    begun = begin(config, stage, layout)
+    for number in (1, 2, 3):
         generator = torch.Generator().manual_seed(100 * layout.mesh.data_index + number)
         shape = samples, config.data.sequence_length + 1
         batch = torch.randint(config.model.vocab_size or 0, shape, generator=generator)
         done = train_step(begun.model, begun.optimizers, batch, number, 1e-3, config, 0, 1, layout, begun.offload)
         said.append((done.loss, done.grad_norm))
-
-    measured = config.offload.on
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if measured else nullcontext() as seen:
-        begun = begin(config, stage, layout)
-        step(1)
-        gc.collect()
-    there = peak_of(seen)[1] if seen else 0
-    if begun.offload is not None:  # which maps its own
-        there += begun.offload.weights.size + begun.offload.space.slab.size
-    for number in (2, 3):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) if measured else nullcontext() as seen:
-            step(number)
-        peak, left = peak_of(seen) if seen else (0, 0)
-        peaks.append(there + peak)
-        there += left
-    told = {"said": said, "peak": min(peaks), "weights": weights_of(layout, begun), "below": kinds_below(begun)}
+    told = {"said": said, "weights": weights_of(layout, begun), "below": kinds_below(begun)}
     if begun.offload is not None:
         begun.offload.close()
     return told
