@@ -22,7 +22,7 @@ from tenfold.training.setup import degrees_of_stages, layout_of
 from tenfold.training.step import train_step
 
 CPU = torch.device("cpu")
-STEPS = 6
+STEPS = 20
 
 
 def taken(raws: list[dict[str, Any]]) -> list[tuple[int, int]]:

@@ -86,7 +86,7 @@ def one(raw: dict[str, Any]) -> dict[str, Any]:
         optimizers = build_optimizers(model, config.optim, layout)
         mine = stage.batch_size // layout.data
         first = layout.mesh.data_index * mine
-        for number, listening in enumerate((nullcontext(), heard, *[nullcontext()] * 4)):
+        for number, listening in enumerate((nullcontext(), heard, *[nullcontext()] * 10)):
             tally.forget()
             tally.begin("forward")
             batch = batch_of(config, number, first, mine)
